@@ -4,18 +4,22 @@
 
 Each round draws a tiny random model of some family, options that may change what it answers (codec, weights, budget,
 size of blocks), options that may not (schedulers, preemption, tiers, drafts, ranks, small caches and steps), and
-requests of every kind. An engine without a cache answers the requests one by one; one with all options answers them
-twice, all at once, and with a disk once more after a restart. No step may fail, and no block may be left over.
+requests of every kind. An engine without a cache answers the requests one by one. One with all options answers them
+all at once, and then disturbed: they arrive between steps, some are aborted, some have a salt or pins, the cache is
+reset and parts of steps raise. With a disk, it answers them once more after a restart. No other step may fail, and no
+block may be left over.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,9 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.engine.outputs import RequestOutput
 from octavo.errors import CapacityError, ConfigError
+from octavo.request import FinishReason, PinRequest, Request
 from tests.conftest import assert_idle
+from tests.engine.faults import PLACES, injected, times
 from tests.models.tiny import write_hf_model
 
 NUM_REQUESTS = 14
@@ -57,10 +63,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_method": "greedy",
     },
 }
+TABLE = "mixed.toml"
+_TABLE = 'keys = "int8"\nvalues = "int4"\nsink_blocks = 1\nrecent_blocks = 2\n'
 # None leaves an option out. What may change answers; both engines get these:
 SHARED: dict[str, list[Any]] = {
     "block_size": [16, 16, 32],
-    "kv_cache_dtype": [*[None] * 12, "fp8", "fp8_e5m2", "int8", "k8v4", "int4"],
+    "kv_cache_dtype": [*[None] * 14, "fp8", "fp8_e5m2", "int8", "k8v4", "int4", TABLE],
     "quantization": [*[None] * 10, "q8_0", "q4_0"],
     "kv_budget": [*[None] * 14, {"mode": "sinks", "tokens": 64}, {"mode": "sinks", "tokens": 96}],
 }
@@ -108,6 +116,8 @@ def draw_options(rng: random.Random, folder: Path, disk: str) -> tuple[dict[str,
     fixed: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True, "device": "cpu", "num_threads": 1}
     fixed |= {"max_model_len": MAX_MODEL_LEN, "limits": {"max_grammar_ms": 60_000}}
     shared = fixed | draw(rng, SHARED)
+    if shared.get("kv_cache_dtype") == TABLE:
+        shared["kv_cache_dtype"] = str(folder / TABLE)
     options = shared | draw(rng, FREE)
     options["num_blocks"] = rng.choice([300, 400, 640, 1280]) // shared["block_size"] + 2
     options["swap_space"] = 0 if options["preemption_mode"] == "recompute" else "8MiB"
@@ -136,13 +146,56 @@ def draw_prompts(rng: random.Random) -> list[dict[str, Any]]:
 
     starts = [text(10, 40) for _ in range(3)]
     prompts = [f"{rng.choice(starts)} {text(1, 15)}" for _ in range(NUM_REQUESTS)]
-    return [{"prompt": prompt, "priority": rng.choice([0, 0, 1, -1])} for prompt in prompts]
+    return [
+        {"prompt": prompt, "priority": rng.choice([0, 0, 1, -1]), "cache_salt": rng.choice(["", "", "", "a"])}
+        for prompt in prompts
+    ]
 
 
 def answer(output: RequestOutput) -> tuple[Any, ...]:
     """Return all of an output that may not differ."""
     completions = [(each.token_ids, each.text, each.finish_reason, each.logprobs) for each in output.outputs]
     return completions, output.prompt_logprobs, output.error
+
+
+def answer_disturbed(llm: LLM, requests: list[Request], rng: random.Random) -> tuple[dict[int, RequestOutput], int]:
+    """Return the outputs so far by the request's index, and the number of steps that raised."""
+    core, outputs, num_faults = llm.core, dict[int, RequestOutput](), 0
+    indices = {request.request_id: index for index, request in enumerate(requests)}
+    arriving = rng.sample(requests, len(requests))
+    for request in requests:
+        if rng.random() < 0.15:
+            request.pins = (PinRequest(rng.randint(1, len(request.prompt_token_ids)), rng.choice([0.05, 30.0])),)
+    while len(outputs) < len(requests):
+        while arriving and (not core.has_work or rng.random() < 0.3):
+            core.add(arriving.pop())
+        running = [request for request in requests if request.request_id in core.scheduler.live]
+        if running and rng.random() < 0.02:
+            aborted = rng.choice(running).request_id
+            if (so_far := core.abort(aborted)) is not None:
+                outputs[indices[aborted]] = so_far
+        if rng.random() < 0.02:
+            llm.reset_prefix_cache()
+        with ExitStack() as fault:
+            # A request alone in a step that raises twice is ended.
+            if rng.random() < 0.02 and core._recovery.isolation.is_calm:
+                fault.enter_context(injected(core, rng.choice(list(PLACES)), times(1)))
+                num_faults += 1
+            for output in core.step():
+                outputs[indices[output.request_id]] = output
+    for pin in llm.pins():
+        llm.unpin(pin.pin_id)
+    return outputs, num_faults
+
+
+def differs(output: RequestOutput, expected: tuple[Any, ...], params: SamplingParams) -> bool:
+    """Compare an output with that of the request alone; of an aborted one, the tokens so far."""
+    if all(each.finish_reason is not FinishReason.ABORT for each in output.outputs):
+        return answer(output) != expected
+    whole = {index: completion[0] for index, completion in enumerate(expected[0])}
+    return not params.use_beam_search and any(
+        each.token_ids != whole[each.index][: len(each.token_ids)] for each in output.outputs
+    )
 
 
 def play_round(folder: Path, rng: random.Random, totals: Counter[str]) -> list[str]:
@@ -158,15 +211,20 @@ def play_round(folder: Path, rng: random.Random, totals: Counter[str]) -> list[s
         wrong: list[str] = []
         for _ in range(2 if "kv_disk" in options else 1):
             with LLM(str(folder), **options) as llm:
-                for _ in range(2):
-                    outputs = llm.generate(prompts, params, use_tqdm=False)
-                    for prompt, how, output, expected in zip(prompts, params, outputs, alone, strict=True):
-                        totals["answers"] += 1
-                        if (found := answer(output)) != expected:
-                            wrong.append(f"{prompt}, {how}: {found}, alone {expected}")
-                    assert_idle(llm.core)
+                outputs = dict(enumerate(llm.generate(prompts, params, use_tqdm=False)))
+                assert_idle(llm.core)
                 if llm.core.stats.num_failed_steps:
                     wrong.append(f"{llm.core.stats.num_failed_steps} steps failed")
+                requests = [request for request, _ in llm._make_requests(prompts, params)]
+                disturbed, num_faults = answer_disturbed(llm, requests, rng)
+                assert_idle(llm.core)
+                totals["steps that raised"] += num_faults
+                for found in (outputs, disturbed):
+                    for index, output in found.items():
+                        totals["answers"] += 1
+                        if differs(output, alone[index], params[index]):
+                            how = f"{prompts[index]}, {params[index]}"
+                            wrong.append(f"{how}: {answer(output)}, alone {alone[index]}")
     return [f"{each}; options {options}" for each in wrong]
 
 
@@ -176,11 +234,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each later one adds 1")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    logging.getLogger("octavo").setLevel(logging.CRITICAL)  # each step that raises is logged with its traceback
     totals: Counter[str] = Counter()
     ends, seed = time.monotonic() + args.seconds, args.seed
     with tempfile.TemporaryDirectory() as root:
         for family, sizes in FAMILIES.items():
             write_hf_model(Path(root, family), family, tokenizer=True, hidden_size=128, **sizes)
+            Path(root, family, TABLE).write_text(_TABLE)
         while time.monotonic() < ends:
             rng = random.Random(seed)
             family = rng.choice(list(FAMILIES))
