@@ -58,6 +58,17 @@ def test_safetensors_are_read_whole_or_in_shards(shards: bool, tmp_path: Path) -
     assert_same_bits(tiny.load_weights(source, load_model_config(source)), model)
 
 
+def test_names_of_a_model_saved_without_its_head_get_their_first_part(tmp_path: Path) -> None:
+    tiny.write_hf_model(tmp_path, "Qwen3", tie_word_embeddings=True)
+    source, base = resolve_model(str(tmp_path)), "model."
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name.removeprefix(base): each for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    loaded = tiny.load_weights(source, load_model_config(source))
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, tensors[name]), name
+
+
 def test_a_dtype_is_converted_as_torch_rounds(tmp_path: Path) -> None:
     model = tiny.write_hf_model(tmp_path, "Llama")
     name = "model.layers.1.mlp.up_proj.weight"

@@ -25,6 +25,9 @@ from octavo.models.quantised_checkpoint import QuantisedCheckpoint, quantise
 from octavo.models.weight_reader import Split, WeightReader
 from octavo.models.weights import RawTensor, TensorPart, WeightSource, row_order
 
+_FileOf = dict[str, tuple[Any, str]]
+"""The open file that holds a tensor, and the tensor's name there, by its name in the model."""
+
 
 def open_weights(source: ModelSource, config: ModelConfig, online: str | None = None) -> WeightSource:
     """Open a model's weights and check that every tensor of `config` is there with the right shape.
@@ -120,7 +123,7 @@ class SafetensorsWeights:
         self._online = online
         quantization = (read_json(folder / "config.json") or {}).get("quantization_config")
         self._is_quantised = bool(quantization)
-        self._file_of: dict[str, Any] = {}
+        self._file_of: _FileOf = {}
         # A cycle through `self` would keep the files mapped until the next garbage collection.
         self._stored = partial(_read_tensor, self._folder, self._file_of)
         self._quantised = QuantisedCheckpoint(
@@ -129,18 +132,28 @@ class SafetensorsWeights:
         index = read_json(folder / "model.safetensors.index.json")
         if index is None:
             file = self._open(self._only_file())
-            self._file_of.update(dict.fromkeys(file.keys(), file))
+            self._hold(dict.fromkeys(file.keys(), file))
             return
         weight_map = index.get("weight_map")
         if not (isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())):
             raise CorruptModelError(f"{folder}/model.safetensors.index.json has no weight_map of names of files")
+        files: dict[str, Any] = {}
         for file_name in sorted(set(weight_map.values())):
             file = self._open(folder / Path(file_name).name)
             held = set(file.keys())
             for name in (name for name, holder in weight_map.items() if holder == file_name):
                 if name not in held:
                     raise CorruptModelError(f"{folder / file_name} does not hold {name}, though the index says so")
-                self._file_of[name] = file
+                files[name] = file
+        self._hold(files)
+
+    def _hold(self, files: Mapping[str, Any]) -> None:
+        """Note the files by tensor. Where the model was saved without its head, as embedding models are, the names lack
+        their first part ("layers.0.…" for "model.layers.0.…"), which is added."""
+        missing = "" if self._config is None else self._config.names.hf("embedding").partition(".")[0] + "."
+        if any(name.startswith(missing) for name in files):
+            missing = ""
+        self._file_of.update({missing + name: (file, name) for name, file in files.items()})
 
     def names(self) -> list[str]:
         return list(self._file_of)
@@ -152,8 +165,8 @@ class SafetensorsWeights:
         if self._quantised.holds(name):
             return self._quantised.shape(name)
         part = _locate(name, self._file_of)
-        file = _file_with(part.tensor, self._folder, self._file_of)
-        return part.shape(tuple(file.get_slice(part.tensor).get_shape()))
+        file, stored = _file_with(part.tensor, self._folder, self._file_of)
+        return part.shape(tuple(file.get_slice(stored).get_shape()))
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._quantised.read(name) if self._quantised.holds(name) else self._stored(name)
@@ -208,7 +221,7 @@ class SafetensorsWeights:
         raise ModelNotFoundError(f"{self._folder} holds no model.safetensors")
 
 
-def _locate(name: str, file_of: Mapping[str, Any]) -> TensorPart:
+def _locate(name: str, file_of: _FileOf) -> TensorPart:
     """Return where the files hold a tensor. Those of experts may be parameters of one module, called X and X_bias,
     whose matrices are [in, out]."""
     part = TensorPart.parse(name)
@@ -219,20 +232,19 @@ def _locate(name: str, file_of: Mapping[str, Any]) -> TensorPart:
     return replace(own, transposed=bool(part.selectors) and ending == "weight")
 
 
-def _holds(file_of: Mapping[str, Any], name: str) -> bool:
+def _holds(file_of: _FileOf, name: str) -> bool:
     return _locate(name, file_of).tensor in file_of
 
 
-def _read_tensor(folder: Path, file_of: Mapping[str, Any], name: str) -> torch.Tensor:
+def _read_tensor(folder: Path, file_of: _FileOf, name: str) -> torch.Tensor:
     part = _locate(name, file_of)
-    file = _file_with(part.tensor, folder, file_of)
+    file, stored = _file_with(part.tensor, folder, file_of)
     # Of the matrices of all experts, a slice reads one.
-    stored = file.get_slice(part.tensor) if part.selectors else file.get_tensor(part.tensor)
-    tensor: torch.Tensor = part.of(stored)
+    tensor: torch.Tensor = part.of(file.get_slice(stored) if part.selectors else file.get_tensor(stored))
     return tensor
 
 
-def _file_with(name: str, folder: Path, file_of: Mapping[str, Any]) -> Any:
+def _file_with(name: str, folder: Path, file_of: _FileOf) -> tuple[Any, str]:
     try:
         return file_of[name]
     except KeyError:
