@@ -65,8 +65,8 @@ class AsyncEngine:
             and reported by `/health`, but does not stop the engine.
         idle_collect_seconds: further idle time after which a full garbage collection runs once.
         watchdog_seconds: how long a step may take before it is reported; if None, steps are not watched.
-        prepare_grammars: whether to prepare structured outputs when the engine is first idle; otherwise the first one
-            waits for it, as every request that is running then does at times.
+        prepare_grammars: whether to prepare structured outputs when the engine is first idle. Otherwise the first
+            request with one waits for it, and may hold up the requests that run at that time.
     """
 
     def __init__(

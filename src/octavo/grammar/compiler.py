@@ -126,11 +126,11 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(NUM_SHARED_THREADS + 1, "octavo-grammar", _give_way)
 
     def prepare(self) -> Future[None]:
-        """Start a process and let llguidance read the tokenizer in another thread, before there is a grammar.
+        """Start the process that tries grammars, and let llguidance read the vocabulary in a thread of its own.
 
-        Otherwise the first grammar would wait, and every request that runs then: llguidance holds the interpreter's
-        lock twice, with 262,144 tokens for 0.7 s each. So a server does it when it is first idle. Compiling does not
-        hold the lock.
+        Otherwise the first grammar would wait for both. llguidance holds the interpreter's lock twice, with 262,144
+        tokens for about a second each, in which no request is computed, so a server does it when it is first idle.
+        Compiling does not hold the lock.
         """
         start_one()
         # Not one of the threads that give way: on a busy machine it would hold the lock ten times as long.

@@ -148,8 +148,11 @@ class SafetensorsWeights:
         self._hold(files)
 
     def _hold(self, files: Mapping[str, Any]) -> None:
-        """Note the files by tensor. Where the model was saved without its head, as embedding models are, the names lack
-        their first part ("layers.0.…" for "model.layers.0.…"), which is added."""
+        """Note which file holds each tensor, by the tensor's name in the whole model.
+
+        A model saved without its head, as embedding models often are, has names without their first part, "layers.0.…"
+        for "model.layers.0.…".
+        """
         missing = "" if self._config is None else self._config.names.hf("embedding").partition(".")[0] + "."
         if any(name.startswith(missing) for name in files):
             missing = ""

@@ -90,8 +90,8 @@ class Sampler:
             return self._draw(logits, batch, own, overwrite_logits=overwrite_logits)
         is_beam = batch.records["beam"]
         # Apart, because the two ways of finding candidates round differently, and neighbours must not matter.
-        kinds = (np.flatnonzero(is_beam & ~batch.adjusted), np.flatnonzero(is_beam & batch.adjusted))
-        parts = [(rows, self._candidates(look_at(logits, rows), batch.select(rows))) for rows in kinds if len(rows)]
+        beams = (np.flatnonzero(is_beam & ~batch.adjusted), np.flatnonzero(is_beam & batch.adjusted))
+        parts = [(rows, self._candidates(look_at(logits, rows), batch.select(rows))) for rows in beams if len(rows)]
         if len(others := np.flatnonzero(~is_beam)):
             own = None if own is None else own[others]
             drawn = self._draw(look_at(logits, others), batch.select(others), own, overwrite_logits=True)

@@ -49,7 +49,8 @@ from octavo.scheduler.plan import MOST_FORCED
 # draw.
 _MOST_TO_FORCE = 32
 _MOST_THREADS = 8
-_MOST_ALONE = 8  # masks that are filled without other threads, which have to wait for a core that the model's give up
+# Up to so many masks are filled by one thread: right after the model, waking llguidance's threads takes longer.
+_MOST_ALONE = 8
 
 
 class StructuredDraws:

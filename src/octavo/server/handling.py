@@ -96,8 +96,8 @@ class Handling:
         )
         self._ignored = IgnoredFields()
         self._engine = engine
-        # Shared by all bodies with several prompts.
         self._texts = TokenTexts(engine)
+        # Shared by all bodies with several prompts.
         self._turnstile = Turnstile(AT_ONCE, lambda: engine.is_planning, lambda: engine.is_stepping)
         limits = config.server_limits
         self.intake = BodyIntake(limits.max_body_size, limits.max_total_body_size)
