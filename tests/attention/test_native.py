@@ -19,7 +19,7 @@ from octavo.kvcache.spec import LayerKVSpec
 from octavo.storage.layer_kv import LayerKV
 from tests.attention.batches import PagedSequences
 from tests.attention.oracle import oracle_attention
-from tests.levels import LEVELS
+from tests.levels import HAS_BOTH_TILES, LEVELS
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled"),
@@ -27,8 +27,6 @@ pytestmark = [
 ]
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-# Emulated tiles are slow, and have the bits of the processor's where there are any: a test below says so.
-QUICK_LEVELS = [level for level in LEVELS if level != "amx_emulated" or "amx" not in LEVELS]
 
 
 def exact(kv: LayerKV, query: torch.Tensor, batch: AttentionBatch, **options: Any) -> torch.Tensor:
@@ -196,7 +194,7 @@ def test_a_token_whose_score_is_minus_infinity_has_no_weight(level: str, dtype: 
     assert relative_error(actual[21:], exact(kv, query, batch, scale=0.125)[21:]) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("level", QUICK_LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("bfloat16", 130), ("float32", None)])
 def test_a_tokens_bits_do_not_depend_on_batch_chunks_or_threads(level: str, dtype: str, window: int | None) -> None:
     kernels.force_isa(level)
@@ -231,7 +229,7 @@ def test_a_contexts_parts_are_merged_alike_by_any_number_of_threads(level: str, 
 @pytest.mark.parametrize("scale", [0.125, 2.0])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("rows", [51, 96, 192])
-@pytest.mark.parametrize("level", [level for level in QUICK_LEVELS if level.startswith("amx")])
+@pytest.mark.parametrize("level", [level for level in LEVELS if level.startswith("amx")])
 def test_an_item_of_up_to_192_rows_in_tiles_agrees_with_float64_and_has_the_bits_of_small_ones(
     level: str, rows: int, window: int | None, scale: float
 ) -> None:
@@ -253,7 +251,7 @@ def test_an_item_of_up_to_192_rows_in_tiles_agrees_with_float64_and_has_the_bits
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("amx" not in LEVELS, reason="this CPU has no AMX")
+@pytest.mark.skipif(not HAS_BOTH_TILES, reason="this CPU has no AMX, or the emulation is not built")
 @pytest.mark.parametrize(
     ("dim", "block_size", "share", "window", "softcap"),
     [(64, 16, 3, None, None), (80, 16, 7, 100, None), (128, 48, 1, None, 5.0), (576, 128, 17, 70, None)],
