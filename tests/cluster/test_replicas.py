@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import httpx
 import pytest
@@ -34,12 +33,17 @@ def replica() -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.fixture
-def replicas() -> Iterator[tuple[list[RunningServer], Routed]]:
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[RunningServer]]:
+    """Two servers for all tests; the last test kills one."""
     with ExitStack() as stack:
-        servers = [stack.enter_context(replica()) for _ in range(2)]
-        named = [argument for server in servers for argument in ("--worker", server.base_url)]
-        yield servers, stack.enter_context(router(*named))
+        yield [stack.enter_context(replica()) for _ in range(2)]
+
+
+@pytest.fixture
+def routed(servers: list[RunningServer]) -> Iterator[Routed]:
+    with router(*(argument for server in servers for argument in ("--worker", server.base_url))) as routed:
+        yield routed
 
 
 class Conversation:
@@ -58,8 +62,7 @@ class Conversation:
         return int(usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_conversations_of_eight_turns_stay_with_their_blocks(replicas: Any) -> None:
-    _, routed = replicas
+def test_conversations_of_eight_turns_stay_with_their_blocks(routed: Routed) -> None:
     conversations = {topic: Conversation(topic) for topic in ("books", "ships", "birds")}
     with ThreadPoolExecutor(len(conversations)) as threads:  # at once, so that one server does not get them all
         list(threads.map(lambda conversation: conversation.turn(routed), conversations.values()))
@@ -76,15 +79,14 @@ def test_conversations_of_eight_turns_stay_with_their_blocks(replicas: Any) -> N
     assert sum(name.startswith("requests_total") for name in counters) == 2, "both servers have conversations"
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
 def test_streams_of_a_server_that_dies_or_hangs_end_with_an_error_and_other_requests_go_elsewhere(
-    replicas: Any, fault: signal.Signals
+    servers: list[RunningServer], routed: Routed, fault: signal.Signals
 ) -> None:
-    servers, routed = replicas
     ended: dict[int, list[str]] = {}
 
     def stream(number: int) -> None:
-        body = {"prompt": f"Story {number}: once", "max_tokens": 600, "ignore_eos": True, "stream": True}
+        body = {"prompt": f"Story {number}: once", "max_tokens": 300, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", routed.url + "/v1/completions", json=body, timeout=300) as answer:
             ended[number] = [line for line in answer.iter_lines() if line]
 
