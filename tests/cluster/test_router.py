@@ -387,23 +387,9 @@ def test_servers_of_several_models_and_one_without_events() -> None:
         assert routed.complete("x", model="three").json()["error"]["code"] == "model_not_found"
 
 
-def test_a_server_that_registers_itself_gets_requests_until_it_leaves() -> None:
+def test_servers_register_with_the_key_and_get_requests_until_they_leave_and_no_server_is_a_503() -> None:
     with worker() as server, router("--accept-workers", workers=0) as routed, socket.socket() as listener:
         up = f"worker_up/{server.url}"
-        config = ServerConfig(register_with=[routed.url], router_key=KEY, advertised_url=server.url)
-
-        async def serve() -> None:
-            async with registered(config, listener):
-                await asyncio.to_thread(routed.until, lambda counters: counters.get(up) == 1)
-                answer = await asyncio.to_thread(routed.complete, "x")
-                assert answer.status_code == 200
-            await asyncio.to_thread(routed.until, lambda counters: up not in counters)
-
-        asyncio.run(serve())
-
-
-def test_a_server_registers_with_the_key_and_no_server_is_a_503() -> None:
-    with worker() as server, router("--accept-workers", workers=0) as routed:
         answer = routed.complete("x")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
         assert "retry-after" in answer.headers
@@ -411,8 +397,18 @@ def test_a_server_registers_with_the_key_and_no_server_is_a_503() -> None:
         for key, status in (("wrong", 401), (KEY, 200)):
             headers = {"Authorization": f"Bearer {key}"}
             assert routed.client.post("/workers", json={"url": server.url}, headers=headers).status_code == status
-        routed.until(lambda counters: counters.get(f"worker_up/{server.url}") == 1)
+        routed.until(lambda counters: counters.get(up) == 1)
         assert routed.complete("x").status_code == 200
         body = json.dumps({"url": server.url}).encode()
         assert routed.client.request("DELETE", "/workers", content=body, headers=headers).status_code == 200
-        routed.until(lambda counters: f"worker_up/{server.url}" not in counters)
+        routed.until(lambda counters: up not in counters)
+
+        async def serve() -> None:
+            config = ServerConfig(register_with=[routed.url], router_key=KEY, advertised_url=server.url)
+            async with registered(config, listener):
+                await asyncio.to_thread(routed.until, lambda counters: counters.get(up) == 1)
+                answer = await asyncio.to_thread(routed.complete, "x")
+                assert answer.status_code == 200
+            await asyncio.to_thread(routed.until, lambda counters: up not in counters)
+
+        asyncio.run(serve())

@@ -58,6 +58,13 @@ def second(model: Path, options: dict[str, Any], inside: Sequence[str] = ()) -> 
             process.kill()
 
 
+def ask(llm: LLM) -> Any:
+    """The bits of an answer, or why there is none."""
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
+    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
+    return output.error_reason or bits([output])
+
+
 @dataclass
 class Pair:
     """Machine 0, and what starts another."""
@@ -66,11 +73,6 @@ class Pair:
     model: Path
     options: dict[str, Any]
     other: subprocess.Popen[str]
-
-    def ask(self) -> Any:
-        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
-        (output,) = self.llm.generate(PROMPT, params, use_tqdm=False)
-        return output.error_reason or bits([output])
 
 
 @pytest.fixture
@@ -108,22 +110,22 @@ def test_machines_give_the_bits_of_one_rank(tmp_path: Path, family: str, ranks: 
 
 
 def test_a_machine_that_dies_ends_what_runs_and_another_takes_its_place(pair: Pair) -> None:
-    expected = pair.ask()
+    expected = ask(pair.llm)
     pair.other.kill()
     pair.other.wait()
     with second(pair.model, pair.options):
-        assert pair.ask().startswith("another machine is lost: ")  # reset, closed, or a broken pipe
-        assert pair.ask() == expected
+        assert ask(pair.llm).startswith("another machine is lost: ")  # reset, closed, or a broken pipe
+        assert ask(pair.llm) == expected
 
 
 def test_a_machine_that_stops_is_given_up(pair: Pair) -> None:
-    expected = pair.ask()
+    expected = ask(pair.llm)
     pair.other.send_signal(19)
     began = time.monotonic()
     with second(pair.model, pair.options):
-        assert pair.ask().startswith("another machine is lost: ")
+        assert ask(pair.llm).startswith("another machine is lost: ")
         assert time.monotonic() - began < 60
-        assert pair.ask() == expected
+        assert ask(pair.llm) == expected
 
 
 def test_a_lost_machine_is_noticed_while_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,69 +179,47 @@ def test_machines_that_cannot_be_are_refused(options: dict[str, Any], message: s
 
 @pytest.mark.skipif(not can_isolate(), reason="this user may not make network namespaces")
 def test_two_hosts_with_a_link_between_them(tmp_path: Path) -> None:
-    write_hf_model(tmp_path / "model", "Llama", **SIZES)
+    write_hf_model(tmp_path, "Llama", **SIZES)
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        alone = json.loads(json.dumps(ask(llm)))
     own = [sys.executable, "-m", "tests.engine.test_machines", str(tmp_path)]
     found = subprocess.run(isolated(own), capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 0, found.stderr[-4000:]
-    alone, together, parted, again = json.loads(found.stdout.splitlines()[-1])
+    together, parted, again = json.loads(found.stdout.splitlines()[-1])
     assert together == again == alone
     assert parted.startswith("another machine is lost: ")
 
 
-def two_hosts(folder: Path) -> list[Any]:
-    """The answers of one rank, of two on hosts of their own, of these while their link is cut, and after that."""
+def two_hosts(model: Path) -> list[Any]:
+    """The answers of two ranks on hosts of their own, of these while their link is cut, and after that."""
     network = Network(is_isolated=True)
     a, b = network.host("a", 1), network.host("b", 2)
     options = {**several(29501), "master_addr": a.address}
-    asking = [*a.inside, sys.executable, "-m", "tests.engine.test_machines", str(folder), json.dumps(options)]
-
-    def ask(process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-
-    def answer(process: subprocess.Popen[str]) -> Any:
-        assert process.stdout is not None
-        return json.loads(process.stdout.readline())
-
-    def started(options: dict[str, Any]) -> subprocess.Popen[str]:
-        argv = [*asking[:-1], json.dumps(options)]
-        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    with started(OPTIONS) as one:
-        ask(one)
-        found = [answer(one)]
-        one.kill()
-    with second(folder / "model", options, b.inside), started(options) as first:
-        ask(first)
-        found.append(answer(first))
+    answering = [*a.inside, sys.executable, "-m", "tests.engine.test_machines", str(model), json.dumps(options)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    with second(model, options, b.inside), subprocess.Popen(answering, **pipes) as first:
+        first.stdin.write("\n")
+        together = json.loads(first.stdout.readline())
         b.cut()
-        ask(first)
+        first.stdin.write("\n")
         time.sleep(5)  # longer than the other may take to answer; then machine 0 waits for one to join
         b.join()
-        with second(folder / "model", options, b.inside):
-            found.append(answer(first))
-            ask(first)
-            found.append(answer(first))
+        with second(model, options, b.inside):
+            parted = json.loads(first.stdout.readline())
+            first.stdin.write("\n")
+            again = json.loads(first.stdout.readline())
         first.kill()
-    return found
+    return [together, parted, again]
 
 
-def answer_lines(folder: Path, options: dict[str, Any]) -> None:
+def answer_lines(model: Path, options: dict[str, Any]) -> None:
     """Answer each line from stdin, on this host."""
     import octavo.runner.ranks
 
     octavo.runner.ranks.ANSWER_S = 2.0
-    with LLM(str(folder / "model"), **options) as llm:
+    with LLM(str(model), **options) as llm:
         for _ in sys.stdin:
-            print(json.dumps(Pair(llm, folder, options, None).ask()), flush=True)  # type: ignore[arg-type]
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        answer_lines(Path(sys.argv[1]), json.loads(sys.argv[2]))
-    else:
-        print(json.dumps(two_hosts(Path(sys.argv[1]))))
+            print(json.dumps(ask(llm)), flush=True)
 
 
 def test_machines_exchange_more_than_sockets_hold_and_a_stranger_at_their_port_changes_nothing(
@@ -275,3 +255,10 @@ def test_machines_exchange_more_than_sockets_hold_and_a_stranger_at_their_port_c
     assert len(strangers) == 2
     for stranger in strangers:
         stranger.close()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        answer_lines(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    else:
+        print(json.dumps(two_hosts(Path(sys.argv[1]))))
