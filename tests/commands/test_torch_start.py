@@ -76,3 +76,8 @@ sys.exit(" ".join(name for name, file in late.items() if file.endswith(".so")) o
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, f"add to _COMPILED: {ran.stderr}"
+
+
+def test_a_process_that_exits_while_torchs_libraries_are_loaded_does_not_crash() -> None:
+    script = "from octavo.commands.torch_start import load_torch_libraries; load_torch_libraries(); raise SystemExit(7)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 7

@@ -62,7 +62,8 @@ def load_torch_libraries() -> None:
             importlib.import_module(name)
     load = ctypes.CDLL(None).dlopen
     load.restype, load.argtypes = ctypes.c_void_p, (ctypes.c_char_p, ctypes.c_int)
-    threading.Thread(target=load, args=(os.fsencode(library), os.RTLD_NOW), daemon=True).start()
+    # Not a daemon: a process that exits while the libraries are loaded, such as after an error, would crash.
+    threading.Thread(target=load, args=(os.fsencode(library), os.RTLD_NOW)).start()
 
 
 @contextmanager
