@@ -85,6 +85,21 @@ def test_llama3_scaling_is_read_in_every_spelling(spelling: dict[str, Any], tmp_
     )
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mixtral", "SmolLM3"])
+def test_a_theta_that_is_not_stated_is_the_default_of_the_familys_class(family: str, tmp_path: Path) -> None:
+    theirs = tiny.make_model(family).config.rope_parameters
+    sizes = {"num_hidden_layers": 6, "num_attention_heads": 8}
+    config = read(tmp_path, LLAMA | sizes | {"architectures": [f"{family}ForCausalLM"]})
+    assert config.rope.theta == theirs.get("full_attention", theirs)["rope_theta"]
+
+
+def test_the_three_positions_of_an_image_are_one_position_in_text(tmp_path: Path) -> None:
+    qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4}
+    scaled = read(tmp_path, qwen | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}})
+    assert scaled == read(tmp_path, qwen)
+    assert scaled.runs_natively
+
+
 def test_linear_scaling_keeps_its_factor(tmp_path: Path) -> None:
     rope = read(tmp_path, LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.5}}).rope
     assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.5, 10000.0)
@@ -286,6 +301,7 @@ def test_an_adapters_folder_says_what_to_do_with_it(tmp_path: Path) -> None:
     [
         ({"intermediate_size": [64, 96]}, "intermediate_size differs between layers"),
         ({"architectures": ["MambaForCausalLM"], "num_attention_heads": None}, "states no num_attention_heads"),
+        ({"architectures": ["NemotronHForCausalLM"], "num_hidden_layers": None}, "states no num_hidden_layers"),
     ],
 )
 def test_whole_checkpoints_that_cannot_be_run_are_not_called_corrupt(

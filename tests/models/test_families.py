@@ -17,7 +17,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, make_decoder
 from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
-from tests.models.tiny import make_model, write_gguf
+from tests.models.tiny import make_model, make_wrapper, write_gguf
 
 # DeepSeek's latent attention, and experts in all layers but the first.
 _LATENT: dict[str, Any] = {
@@ -174,6 +174,40 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Starcoder2": ({"sliding_window": 9}, {"starcoder2.attention.sliding_window": 9}),
 }
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+}
+_THREE_POSITIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+# Models that also read images: fields of their text models' configurations, and of those of their encoders.
+WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Gemma3": (
+        {"head_dim": 32, "sliding_window": 7, "num_hidden_layers": 7},
+        _VISION | {"model_type": "siglip_vision_model"},
+    ),
+    "InternVL": ({"model_type": "qwen3", "head_dim": 32}, _VISION | {"model_type": "internvl_vision"}),
+    "Llava": ({"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}),
+    "LlavaOnevision": ({"model_type": "qwen2"}, _VISION | {"model_type": "siglip_vision_model"}),
+    "Mistral3": ({"model_type": "mistral", "sliding_window": 9}, _VISION | {"model_type": "pixtral"}),
+    "Qwen2VL": (
+        {"rope_parameters": _THREE_POSITIONS},
+        {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 4},
+    ),
+    "Qwen2_5_VL": ({"rope_parameters": _THREE_POSITIONS}, _QWEN_VISION),
+    "Qwen3VL": (
+        {"head_dim": 16, "rope_parameters": _THREE_POSITIONS},
+        _QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    ),
+}
 # What people know the models of a family as, where it is not the family's name.
 KNOWN_AS = {
     "Llama": "Llama 2 and 3, SmolLM2",
@@ -247,6 +281,33 @@ def test_a_family_has_transformers_logits_in_the_library_and_in_torch(family: st
         assert_same_logits(paged_logits(ours, sequences, attention=NativeAttention()), expected)
         # The same weights through the library's packed products, but not its steps.
         assert_same_logits(paged_logits(ours, sequences, attention=ReferenceAttention()), expected)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_text_model_of_one_that_reads_images_runs_natively(name: str, tmp_path: Path) -> None:
+    text, vision = WRAPPERS[name]
+    model = make_wrapper(name, text, vision)
+    model.save_pretrained(tmp_path)
+    source = resolve_model(str(tmp_path))
+    config = load_model_config(source)
+    assert config.runs_natively
+    ours = make_decoder(config, open_weights(source, config), dtype=torch.float32, device=torch.device("cpu"))
+    sequences = random_sequences(config.vocab_size, [40, 5])
+    logits = paged_logits(ours, sequences, attention=NativeAttention() if kernels.available() else None)
+    assert_same_logits(logits, whole_logits(model, sequences))
+
+
+@pytest.mark.parametrize(("family", "architecture"), [("Qwen2", "qwen2vl"), ("Qwen3", "qwen3vl")])
+def test_a_gguf_file_of_a_text_model_has_the_logits_of_its_family(
+    family: str, architecture: str, tmp_path: Path
+) -> None:
+    model = make_model(family)
+    write_gguf(tmp_path / "model.gguf", model, architecture=architecture)
+    source = resolve_model(str(tmp_path / "model.gguf"))
+    config = load_model_config(source)
+    sequences = random_sequences(config.vocab_size, [23, 5])
+    ours = Decoder(config, open_weights(source, config), dtype=torch.float32)
+    assert_same_logits(paged_logits(ours, sequences), whole_logits(model, sequences))
 
 
 @pytest.mark.skipif(not kernels.available(), reason="C++ kernels not compiled")

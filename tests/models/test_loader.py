@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,25 @@ def test_names_of_a_model_saved_without_its_head_get_their_first_part(tmp_path: 
     assert loaded.keys() == tensors.keys()
     for name, tensor in loaded.items():
         assert torch.equal(tensor, tensors[name]), name
+
+
+def test_a_head_may_lie_next_to_names_without_their_first_part(tmp_path: Path) -> None:
+    model = tiny.write_hf_model(tmp_path, "Qwen3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name.removeprefix("model."): each for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    source = resolve_model(str(tmp_path))
+    assert_same_bits(tiny.load_weights(source, load_model_config(source)), model)
+
+
+def test_a_model_without_its_head_says_that_it_can_only_embed(tmp_path: Path) -> None:
+    tiny.write_hf_model(tmp_path, "Qwen3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptModelError, match=r"without its head, and cannot generate.*tie_word_embeddings"):
+        opened(tmp_path)
+    source = replace(resolve_model(str(tmp_path)), overrides={"tie_word_embeddings": True})
+    assert open_weights(source, load_model_config(source)).has("model.embed_tokens.weight")
 
 
 def test_a_dtype_is_converted_as_torch_rounds(tmp_path: Path) -> None:

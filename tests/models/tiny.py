@@ -68,7 +68,23 @@ def make_model(family: str, **overrides: Any) -> Any:
     config_class = getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))
     config = config_class(**{"pad_token_id": None, **_SIZES, **overrides})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    return _randomised(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+
+
+def make_wrapper(name: str, text: Mapping[str, Any], vision: Mapping[str, Any]) -> Any:
+    """A random float32 model that also reads images, such as Gemma3ForConditionalGeneration.
+
+    Args:
+        text, vision: fields of the configurations of its text model and of its encoder.
+    """
+    fields = {"text_config": {"pad_token_id": 0, **_SIZES, **text}, "vision_config": dict(vision)}
+    config = getattr(transformers, f"{name}Config")(**fields)
+    torch.manual_seed(0)
+    return _randomised(getattr(transformers, f"{name}ForConditionalGeneration")(config).eval())
+
+
+def _randomised(model: Any) -> Any:
+    """Return the model with random norms and biases too."""
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if "norm" in name:

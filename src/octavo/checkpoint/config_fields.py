@@ -50,16 +50,20 @@ class ConfigFields:
 
     Args:
         source: the file or the model, named in errors.
+        defaults: what missing keys mean.
     """
 
-    def __init__(self, content: Mapping[str, Any], source: str) -> None:
+    def __init__(self, content: Mapping[str, Any], source: str, defaults: Mapping[str, Any] | None = None) -> None:
         self.content = content
         self.source = source
+        self._defaults = defaults or {}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of `key` or one of its aliases, of those that are not null if there are any."""
+        """Return the value of `key` or one of its aliases, of those that are not null if there are any; where
+        it is missing, the family's default or else `default`."""
         stated = [self.content[name] for name in (key, *_ALIASES.get(key, ())) if name in self.content]
-        return next((value for value in stated if value is not None), None if stated else default)
+        missing = None if stated else self._defaults.get(key, default)
+        return next((value for value in stated if value is not None), missing)
 
     def size(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Return an integer of at least `minimum`; `default` if the key is missing or null.
@@ -70,7 +74,7 @@ class ConfigFields:
         """
         value = self.get(key)
         if value is None:
-            value = default
+            value = self._defaults.get(key) or default
         if value is None:
             raise CorruptModelError(f"{self.source} does not state {key}")
         return uniform_size(value, key, self.source, minimum)
@@ -88,5 +92,7 @@ class ConfigFields:
         """The RoPE parameters: `rope_parameters` in transformers 5, earlier `rope_scaling` and `rope_theta`."""
         parameters = self.dictionary("rope_scaling", "rope_parameters")
         parameters.setdefault("rope_type", parameters.get("type", "default"))
+        if parameters["rope_type"] == "mrope":  # a position for each axis of an image, all of which are equal in text
+            parameters["rope_type"] = "default"
         parameters.setdefault("rope_theta", self.get("rope_theta", 10000.0))
         return parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from octavo.checkpoint.model_config import LayerDescription
 from octavo.checkpoint.tensor_names import TensorNames
@@ -78,8 +78,7 @@ class NativeArchitecture:
         scales_embedding: whether embeddings are multiplied by the root of their width.
         head_dim_scaled_layers: in GGUF files, the number of layers of the one model whose attention is scaled by
             hidden_size / num_heads instead of head_dim.
-        default_*: what a configuration means that does not mention a key; `default_kv_heads` None: as many as query
-            heads.
+        defaults: what `config.json` means where it does not mention a key, if not what Llama's means.
     """
 
     model_type: str
@@ -102,15 +101,7 @@ class NativeArchitecture:
     local_rope_theta: float | None = None
     scales_embedding: bool = False
     head_dim_scaled_layers: int | None = None
-    default_window: int | None = 4096
-    default_kv_heads: int | None = None
-    default_head_dim: int | None = None
-    default_bos: int | None = None
-    default_eos: int | None = None
-    default_act: str = "silu"
-    default_eps: float = 1e-6
-    default_tied: bool = False
-    default_attention_bias: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 # Mixtures of experts that call their parts as Mixtral does.
@@ -146,8 +137,7 @@ _DEEPSEEK_V3 = NativeArchitecture(
     rotary_interleaved="both",
     latent=True,
     experts=_SIGMOID_EXPERTS,
-    default_bos=0,
-    default_eos=1,
+    defaults={"bos_token_id": 0, "eos_token_id": 1},
 )
 
 NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
@@ -157,20 +147,17 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         bias_option="all",
         mlp_bias_option="mlp_bias",
         rotary_interleaved="gguf",
-        default_bos=1,
-        default_eos=2,
+        defaults={"bos_token_id": 1, "eos_token_id": 2},
     ),
     "MistralForCausalLM": NativeArchitecture(
         model_type="mistral",
         gguf_name="llama",
         rotary_interleaved="gguf",
         windowed="always",
-        default_kv_heads=8,
-        default_bos=1,
-        default_eos=2,
+        defaults={"num_attention_heads": 32, "num_key_value_heads": 8, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "Qwen2ForCausalLM": NativeArchitecture(
-        model_type="qwen2", gguf_name="qwen2", biased="qkv", windowed="by_layer", default_kv_heads=32
+        model_type="qwen2", gguf_name="qwen2", biased="qkv", windowed="by_layer", defaults={"num_key_value_heads": 32}
     ),
     "Qwen3ForCausalLM": NativeArchitecture(
         model_type="qwen3",
@@ -178,8 +165,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         layer=LayerDescription(qk_norm="head"),
         bias_option="all",
         windowed="by_layer",
-        default_kv_heads=32,
-        default_head_dim=128,
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
     ),
     "Gemma2ForCausalLM": NativeArchitecture(
         model_type="gemma2",
@@ -195,12 +181,14 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         },
         scales_embedding=True,
         head_dim_scaled_layers=46,
-        default_kv_heads=4,
-        default_head_dim=256,
-        default_bos=2,
-        default_eos=1,
-        default_act="gelu_pytorch_tanh",
-        default_tied=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
     ),
     "Gemma3ForCausalLM": NativeArchitecture(
         model_type="gemma3_text",
@@ -217,20 +205,25 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         local_rope_theta=10000.0,
         scales_embedding=True,
         head_dim_scaled_layers=62,
-        default_kv_heads=4,
-        default_head_dim=256,
-        default_bos=2,
-        default_eos=1,
-        default_act="gelu_pytorch_tanh",
-        default_tied=True,
+        defaults={
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
     ),
     "Olmo2ForCausalLM": NativeArchitecture(
         model_type="olmo2",
         gguf_name="olmo2",
         layer=LayerDescription(norm="rms_once", norms_before=False, norms_after=True, qk_norm="projection"),
         bias_option="all",
-        default_eps=1e-5,
-        default_eos=50279,
+        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
     ),
     "Phi3ForCausalLM": NativeArchitecture(
         model_type="phi3",
@@ -238,10 +231,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         names=TensorNames(fused=frozenset(("qkv", "gate_up"))),
         windowed="always",
         partial_rotary=1.0,
-        default_window=None,
-        default_bos=1,
-        default_eos=32000,
-        default_eps=1e-5,
+        defaults={"sliding_window": None, "bos_token_id": 1, "eos_token_id": 32000, "rms_norm_eps": 1e-5},
     ),
     "GraniteForCausalLM": NativeArchitecture(
         model_type="granite",
@@ -250,8 +240,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         mlp_bias_option="mlp_bias",
         rotary_interleaved="gguf",
         scalars=_GRANITE_SCALARS,
-        default_bos=1,
-        default_eos=2,
+        defaults={"bos_token_id": 1, "eos_token_id": 2},
     ),
     "SmolLM3ForCausalLM": NativeArchitecture(
         model_type="smollm3",
@@ -261,10 +250,13 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         rotary_interleaved="gguf",
         windowed="by_layer",
         unrotated="listed",
-        default_kv_heads=4,
-        default_bos=128000,
-        default_eos=128001,
-        default_tied=True,
+        defaults={
+            "rope_theta": 2e6,
+            "num_key_value_heads": 4,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "tie_word_embeddings": True,
+        },
     ),
     "Glm4ForCausalLM": NativeArchitecture(
         model_type="glm4",
@@ -277,9 +269,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         bias_option="qkv",
         rotary_interleaved="both",
         partial_rotary=0.5,
-        default_kv_heads=2,
-        default_head_dim=128,
-        default_eps=1.5625e-07,
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07},
     ),
     "Cohere2ForCausalLM": NativeArchitecture(
         model_type="cohere2",
@@ -290,10 +280,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         windowed=4,
         unrotated="full_attention",
         scalars={"logits_scale": Scalar("logit_scale", "logit_scale", default=0.0625)},
-        default_bos=5,
-        default_eos=255001,
-        default_eps=1e-5,
-        default_tied=True,
+        defaults={"bos_token_id": 5, "eos_token_id": 255001, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
     ),
     "Starcoder2ForCausalLM": NativeArchitecture(
         model_type="starcoder2",
@@ -303,13 +290,15 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         bias_option="all",
         mlp_bias_option="use_bias",
         windowed="always",
-        default_window=None,
-        default_kv_heads=2,
-        default_bos=50256,
-        default_eos=50256,
-        default_act="gelu_pytorch_tanh",
-        default_eps=1e-5,
-        default_tied=True,
+        defaults={
+            "sliding_window": None,
+            "num_key_value_heads": 2,
+            "bos_token_id": 50256,
+            "eos_token_id": 50256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
     ),
     "GPTNeoXForCausalLM": NativeArchitecture(
         model_type="gpt_neox",
@@ -332,11 +321,13 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         bias_option="all",
         qkv_by_head=True,
         partial_rotary=0.25,
-        default_bos=0,
-        default_eos=2,
-        default_act="gelu",
-        default_eps=1e-5,
-        default_attention_bias=True,
+        defaults={
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+            "hidden_act": "gelu",
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+        },
     ),
     "MixtralForCausalLM": NativeArchitecture(
         model_type="mixtral",
@@ -345,11 +336,14 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         rotary_interleaved="gguf",
         windowed="always",
         experts=Experts("intermediate_size", 8, 2),
-        default_window=None,
-        default_kv_heads=8,
-        default_bos=1,
-        default_eos=2,
-        default_eps=1e-5,
+        defaults={
+            "sliding_window": None,
+            "rope_theta": 1e6,
+            "num_key_value_heads": 8,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "Qwen2MoeForCausalLM": NativeArchitecture(
         model_type="qwen2_moe",
@@ -359,8 +353,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         experts=Experts(
             "moe_intermediate_size", 60, 4, None, False, False, "shared_expert_intermediate_size", 1408, 5632
         ),
-        default_kv_heads=16,
-        default_attention_bias=True,
+        defaults={"num_key_value_heads": 16, "attention_bias": True},
     ),
     "Qwen3MoeForCausalLM": NativeArchitecture(
         model_type="qwen3_moe",
@@ -369,8 +362,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         bias_option="all",
         windowed="always",
         experts=Experts("moe_intermediate_size", 128, 8, None, default_width=768),
-        default_window=None,
-        default_kv_heads=4,
+        defaults={"sliding_window": None, "num_key_value_heads": 4},
     ),
     "OlmoeForCausalLM": NativeArchitecture(
         model_type="olmoe",
@@ -378,8 +370,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         layer=LayerDescription(qk_norm="projection"),
         bias_option="all",
         experts=Experts("intermediate_size", 64, 8, None, False),
-        default_eps=1e-5,
-        default_eos=50279,
+        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
     ),
     "GptOssForCausalLM": NativeArchitecture(
         model_type="gpt_oss",
@@ -398,10 +389,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         experts=Experts("intermediate_size", 128, 4, bias=True),
         activation="clamped_swiglu",
         yarn_truncates=False,
-        default_kv_heads=8,
-        default_head_dim=64,
-        default_eps=1e-5,
-        default_attention_bias=True,
+        defaults={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True},
     ),
     "GraniteMoeForCausalLM": NativeArchitecture(
         model_type="granitemoe",
@@ -411,8 +399,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         rotary_interleaved="gguf",
         experts=Experts("intermediate_size", 8, 2),
         scalars=_GRANITE_SCALARS,
-        default_bos=1,
-        default_eos=2,
+        defaults={"bos_token_id": 1, "eos_token_id": 2},
     ),
     "DeepseekV2ForCausalLM": NativeArchitecture(
         model_type="deepseek_v2",
@@ -423,8 +410,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         rotary_interleaved="both",
         latent=True,
         experts=Experts("moe_intermediate_size", 64, 6, False, False, default_width=1407, deepseek=True),
-        default_bos=1,
-        default_eos=2,
+        defaults={"bos_token_id": 1, "eos_token_id": 2},
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "Glm4MoeForCausalLM": NativeArchitecture(
@@ -435,16 +421,38 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         bias_option="qkv",
         partial_rotary=0.5,
         experts=_SIGMOID_EXPERTS._replace(default_count=128, default_width=1408),
-        default_kv_heads=8,
-        default_eps=1e-5,
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     ),
     "Glm4MoeLiteForCausalLM": replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
         experts=_SIGMOID_EXPERTS._replace(default_count=64, default_active=4, default_width=1536),
-        default_eps=1e-5,
+        defaults={"rms_norm_eps": 1e-5},
     ),
 }
+
+
+# Models that read images too, around a text model, which they do not change where a prompt is text.
+_WRAPPERS = frozenset(
+    f"{name}ForConditionalGeneration"
+    for name in ("Gemma3", "InternVL", "Llava", "LlavaOnevision", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+)
+# The families of their text models, by what `model_type` calls these.
+_TEXT_MODELS = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    **dict.fromkeys(("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "Qwen2ForCausalLM"),
+    **dict.fromkeys(("qwen3", "qwen3_vl_text"), "Qwen3ForCausalLM"),
+}
+# The same for GGUF files, which hold the text model alone.
+GGUF_TEXT_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
+
+
+def text_architecture(architecture: str, model_type: object) -> str:
+    """Return the architecture of the text model in one that also reads images, by its `model_type`; any other is its
+    own."""
+    return _TEXT_MODELS.get(str(model_type), architecture) if architecture in _WRAPPERS else architecture
 
 
 def family_name(architecture: str) -> str:

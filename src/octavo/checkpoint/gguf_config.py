@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 
 from octavo.checkpoint.config_fields import uniform_size
-from octavo.checkpoint.families import NATIVE_ARCHITECTURES, NativeArchitecture
+from octavo.checkpoint.families import GGUF_TEXT_MODELS, NATIVE_ARCHITECTURES, NativeArchitecture
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.model_config import (
     ExpertsConfig,
@@ -75,7 +75,7 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         max_position_embeddings=meta.uniform("context_length"),
         rope=next((rope for rope in reversed(ropes) if rope), RopeConfig(rotary_dim=rotary_dim)),
         norm_eps=meta.get(f"attention.layer_norm{'' if native.layer.norm == 'layer' else '_rms'}_epsilon"),
-        hidden_act=native.activation or native.default_act,
+        hidden_act=native.activation or native.defaults.get("hidden_act", "silu"),
         qkv_bias="blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
@@ -120,7 +120,7 @@ def _native(file: GGUFFile) -> tuple[str, NativeArchitecture]:
     mixture = bool(file.get(f"{stated}.expert_count", 0))
     scoring = {1: "softmax", 2: "sigmoid"}.get(file.get(f"{stated}.expert_gating_func", 0))
     for name, native in NATIVE_ARCHITECTURES.items():
-        if native.gguf_name != stated or (native.experts is not None) != mixture:
+        if native.gguf_name != GGUF_TEXT_MODELS.get(stated, stated) or (native.experts is not None) != mixture:
             continue
         if native.experts is None or scoring in (None, native.experts.scoring):
             return name, native

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
-from octavo.checkpoint.families import NATIVE_ARCHITECTURES, NativeArchitecture
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES, NativeArchitecture, text_architecture
 from octavo.checkpoint.hf_positions import layer_ropes, layer_windows, partial_rotary
 from octavo.checkpoint.kv_cache_scheme import kv_cache_scheme_dtype, only_kv_cache_scheme
 from octavo.checkpoint.model_config import (
@@ -27,8 +27,6 @@ from octavo.checkpoint.model_config import (
 )
 from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import CorruptModelError, ModelNotFoundError, OctavoError, UnsupportedModelError, shown
-
-_NATIVE_BY_MODEL_TYPE = {native.model_type: name for name, native in NATIVE_ARCHITECTURES.items()}
 
 # Far above any model's, and few enough that a configuration with more is refused before memory is made for each.
 _MOST_LAYERS = 10_000
@@ -71,16 +69,18 @@ def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
 def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     folder = path.parent
     architecture = _architecture(raw, path)
-    fields = ConfigFields({**raw, **(raw.get("text_config") or {})}, str(path))
-    native = NATIVE_ARCHITECTURES.get(architecture)
+    content = {**raw, **(raw.get("text_config") or {})}
+    native = NATIVE_ARCHITECTURES.get(text_architecture(architecture, content.get("model_type")))
+    fields = ConfigFields(content, str(path), native.defaults if native else {})
     reason = _why_not_native(fields, architecture, native)
-    if native is None and fields.get("num_attention_heads") is None:
+    sizes = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size")
+    if native is None and (missing := [key for key in sizes if fields.get(key) is None]):
         raise UnsupportedModelError(
-            f"{path}: {architecture} states no num_attention_heads; Octavo serves decoder-only models with attention"
+            f"{path}: {architecture} states no {missing[0]}; Octavo serves decoder-only models with attention"
         )
     num_heads = fields.size("num_attention_heads")
     hidden_size = fields.size("hidden_size")
-    head_dim, value_dim = _head_dims(fields, native, hidden_size, num_heads)
+    head_dim, value_dim = _head_dims(fields, hidden_size, num_heads)
     latent = _latent(fields) if native and native.latent and reason is None else None
     scalars = _scalars(fields, native, hidden_size) if native else {}
     rotary_dim = latent.rotary_dim if latent else head_dim
@@ -100,17 +100,17 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
         intermediate_size=fields.size("intermediate_size", default=None if native else 4 * hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(fields, native, num_heads),
+        num_kv_heads=_num_kv_heads(fields, num_heads),
         head_dim=head_dim,
         value_dim=value_dim,
         max_position_embeddings=max_position,
         rope=next((rope for rope in reversed(ropes) if rope), RopeConfig(rotary_dim=rotary_dim)),
-        norm_eps=float(fields.get("rms_norm_eps", native.default_eps if native else 1e-6)),
+        norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
         hidden_act=_activation(fields, native),
         qkv_bias="qkv" in biased or "all" in biased,
         output_bias="all" in biased,
         mlp_bias=_mlp_bias(fields, native),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", native is None or native.default_tied)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", fields.get("tie_word_embeddings", native is None))),
         layer=_layer(native, fields),
         names=native.names if native else TensorNames(),
         layer_windows=windows,
@@ -123,8 +123,8 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
         latent=latent,
         **scalars,
         dtype=_dtype(fields, folder),
-        bos_token_id=_first_id(fields.get("bos_token_id", native.default_bos if native else None)),
-        eos_token_ids=_eos_token_ids(fields, native, folder),
+        bos_token_id=_first_id(fields.get("bos_token_id")),
+        eos_token_ids=_eos_token_ids(fields, folder),
         kv_cache_dtype=kv_cache_scheme_dtype(fields.get("quantization_config"), str(path)),
         transformers_reason=reason,
     )
@@ -166,7 +166,9 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
     if not names:
         if not model_type:
             raise CorruptModelError(f"{path} states neither architectures nor model_type")
-        return _NATIVE_BY_MODEL_TYPE.get(model_type, model_type)
+        return next(
+            (name for name, native in NATIVE_ARCHITECTURES.items() if native.model_type == model_type), model_type
+        )
     name: str = names[0]
     if not name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         raise UnsupportedModelError(f"{path}: {name} does not generate text; Octavo serves decoder-only models")
@@ -224,25 +226,22 @@ def _unread_quantization(quantization: Mapping[str, Any]) -> str | None:
     return repr(method)
 
 
-def _head_dims(
-    fields: ConfigFields, native: NativeArchitecture | None, hidden_size: int, num_heads: int
-) -> tuple[int, int]:
+def _head_dims(fields: ConfigFields, hidden_size: int, num_heads: int) -> tuple[int, int]:
     """Return the dimensions of a query and key head, and of a value head."""
     rope_part, plain_part = fields.get("qk_rope_head_dim"), fields.get("qk_nope_head_dim")
     if rope_part and plain_part:  # DeepSeek's latent attention
         return int(rope_part) + int(plain_part), fields.size("v_head_dim")
-    default = (native.default_head_dim if native else None) or hidden_size // num_heads
     # Qwen2Config has no head_dim, yet its attention takes the key from a config.json that carries it.
-    head_dim = fields.size("head_dim", default=default)
+    head_dim = fields.size("head_dim", default=hidden_size // num_heads)
     return head_dim, head_dim
 
 
-def _num_kv_heads(fields: ConfigFields, native: NativeArchitecture | None, num_heads: int) -> int:
+def _num_kv_heads(fields: ConfigFields, num_heads: int) -> int:
     if fields.get("multi_query"):
         return 1
     if "num_key_value_heads" in fields.content and fields.content["num_key_value_heads"] is None:
         return num_heads
-    return fields.size("num_key_value_heads", default=(native.default_kv_heads if native else None) or num_heads)
+    return fields.size("num_key_value_heads", default=num_heads)
 
 
 def _biased(fields: ConfigFields, native: NativeArchitecture | None) -> set[str]:
@@ -252,7 +251,7 @@ def _biased(fields: ConfigFields, native: NativeArchitecture | None) -> set[str]
     if native.mlp_bias_option == "use_bias":
         stated = fields.get("use_bias", True)
     else:
-        stated = fields.get("attention_bias", native.default_attention_bias)
+        stated = fields.get("attention_bias", False)
     return {native.biased, native.bias_option if stated else "none"}
 
 
@@ -273,7 +272,7 @@ def _layer(native: NativeArchitecture | None, fields: ConfigFields) -> LayerDesc
 def _activation(fields: ConfigFields, native: NativeArchitecture | None) -> str:
     if native is not None and native.activation is not None:
         return native.activation
-    activation = fields.get("hidden_act", native.default_act if native else "silu")
+    activation = fields.get("hidden_act", "silu")
     if not isinstance(activation, str):
         raise CorruptModelError(f"{fields.source}: hidden_act must be the name of a function, got {shown(activation)}")
     return activation
@@ -377,8 +376,9 @@ def _first_id(value: Any) -> int | None:
     return next(iter(_ids(value)), None)
 
 
-def _eos_token_ids(fields: ConfigFields, native: NativeArchitecture | None, folder: Path) -> frozenset[int]:
+def _eos_token_ids(fields: ConfigFields, folder: Path) -> frozenset[int]:
     generation = read_json(folder / "generation_config.json") or {}
     # transformers' generate() asks the generation config first: where that names ids, the class default is not one.
-    default = native.default_eos if native and generation.get("eos_token_id") is None else None
-    return frozenset(_ids(fields.get("eos_token_id", default)) + _ids(generation.get("eos_token_id")))
+    named = generation.get("eos_token_id")
+    stated = fields.get("eos_token_id") if named is None else fields.content.get("eos_token_id")
+    return frozenset(_ids(stated) + _ids(named))

@@ -15,7 +15,7 @@ def layer_windows(fields: ConfigFields, native: NativeArchitecture | None, num_l
     rule = native.windowed if native else "by_layer"
     if rule == "never":
         return (None,) * num_layers
-    window: int | None = fields.get("sliding_window", native.default_window if native else None)
+    window: int | None = fields.get("sliding_window", 4096 if native else None)
     if window or isinstance(rule, int):
         window = fields.size("sliding_window", default=4096)
     window = window or None  # 0 in configurations of models without one

@@ -41,7 +41,14 @@ def open_weights(source: ModelSource, config: ModelConfig, online: str | None = 
         UnsupportedModelError: the weights are not in safetensors format, or have an unsupported GGUF type.
     """
     weights = _open(source, config, online)
+    head = f"{config.names.hf('head')}.weight"
     for name, shape in expected_shapes(config).items():
+        if name == head and not weights.has(name):
+            raise CorruptModelError(
+                f"{source.path} holds no {head}, and config.json does not tie it to the embedding: the model was saved "
+                "without its head, and cannot generate. To serve its embeddings alone, which need no head, pass "
+                """--hf-overrides '{"tie_word_embeddings": true}'"""
+            )
         if not weights.has(name):
             raise CorruptModelError(f"{source.path} holds no tensor {name}, which should be {list(shape)}")
         if weights.shape(name) != shape:
@@ -150,13 +157,16 @@ class SafetensorsWeights:
     def _hold(self, files: Mapping[str, Any]) -> None:
         """Note which file holds each tensor, by the tensor's name in the whole model.
 
-        A model saved without its head, as embedding models often are, has names without their first part, "layers.0.…"
-        for "model.layers.0.…".
+        The text model in one that also reads images has the names "language_model.model.layers.0.…", or
+        "model.language_model.layers.0.…". A model saved from its base class, as embedding models often are, has names
+        without their first part, "layers.0.…" for "model.layers.0.…".
         """
-        missing = "" if self._config is None else self._config.names.hf("embedding").partition(".")[0] + "."
-        if any(name.startswith(missing) for name in files):
-            missing = ""
-        self._file_of.update({missing + name: (file, name) for name, file in files.items()})
+        named = {name.replace("language_model.", "", 1): (file, name) for name, file in files.items()}
+        if self._config is not None:
+            base, head = self._config.names.hf("embedding").partition(".")[0] + ".", self._config.names.hf("head") + "."
+            if not any(name.startswith(base) for name in named):
+                named = {name if name.startswith(head) else base + name: at for name, at in named.items()}
+        self._file_of.update(named)
 
     def names(self) -> list[str]:
         return list(self._file_of)

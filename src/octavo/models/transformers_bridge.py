@@ -134,6 +134,8 @@ class TransformersModel(CausalLM):
             raise UnsupportedModelError(f"{folder}: {error}") from error
         except (StrictDataclassError, KeyError, TypeError, AttributeError) as error:
             problem = str(error) if isinstance(error, StrictDataclassError) else repr(error)
+            if isinstance(error, KeyError):
+                problem = f"it holds {error} where transformers has nothing of that name, or lacks a field of that name"
             raise UnsupportedModelError(f"{folder}: transformers cannot read its configuration: {problem}") from error
         if missing := sorted(report["missing_keys"]):
             raise CorruptModelError(

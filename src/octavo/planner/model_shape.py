@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
-from octavo.checkpoint.families import NATIVE_ARCHITECTURES
-from octavo.checkpoint.hf_config import hf_model_config
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES, text_architecture
 from octavo.checkpoint.kv_cache_scheme import only_kv_cache_scheme
 from octavo.checkpoint.model_config import LatentConfig, ModelConfig
 from octavo.checkpoint.share import kv_heads_of, query_heads_of
@@ -112,12 +110,8 @@ class ModelShape:
         return kv_dtype(option, self.config.kv_cache_dtype or dtype, len(self.kv_layers))
 
 
-# The text models of multimodal ones, which run through transformers.
-_TEXT_MODELS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
-
 # Native families whose layers have the parts that `_Counter` counts; others are counted in their files.
-_COUNTED_NATIVE = (name for name, native in NATIVE_ARCHITECTURES.items() if native.layer.gated)
-COUNTED_ARCHITECTURES = (*_COUNTED_NATIVE, *_TEXT_MODELS)
+COUNTED_ARCHITECTURES = tuple(name for name, native in NATIVE_ARCHITECTURES.items() if native.layer.gated)
 
 
 def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = None) -> ModelShape:
@@ -130,17 +124,13 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
         UnsupportedModelError: the calculator has no rules for this family.
         CorruptModelError: `raw` lacks a size, which the message names.
     """
-    architecture = config.architecture
+    fields = ConfigFields({**(raw or {}), **((raw or {}).get("text_config") or {})}, name)
+    architecture = text_architecture(config.architecture, fields.get("model_type"))
     if architecture not in COUNTED_ARCHITECTURES:
         raise UnsupportedModelError(
             f"{name}: the calculator cannot count {architecture}; it knows {', '.join(COUNTED_ARCHITECTURES)}"
         )
-    fields = ConfigFields({**(raw or {}), **((raw or {}).get("text_config") or {})}, name)
-    notes = []
-    if (text_model := _TEXT_MODELS.get(architecture)) is not None:
-        text = hf_model_config({**fields.content, "architectures": [text_model]}, Path(name) / "config.json")
-        config = replace(text, architecture=architecture)
-        notes.append("the text model alone, without the vision tower")
+    notes = [] if architecture == config.architecture else ["the text model alone, without the vision tower"]
     counter = _Counter(config, fields)
     quantization, published = fields.content.get("quantization_config"), None
     if quantization and not only_kv_cache_scheme(quantization):
