@@ -9,7 +9,6 @@ import pickle
 import resource
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,34 +30,11 @@ from octavo.server.bodies.reader_pool import (
     ReaderPool,
 )
 from octavo.server.errors import BODY_TOO_LARGE, MODEL_MISSING, ApiError, to_api_error
-from octavo.text.chat_template import MAX_RENDERED, render_chat
+from octavo.text.chat_template import MAX_RENDERED
 from tests.engine.tiny_engine import tiny_model
+from tests.server.bodies.slow_tokenizer import SlowTokenizer
 from tests.server.conftest import KeptPool
 from tests.server.fake_engine import VOCAB_SIZE, ByteTokenizer
-
-
-class SlowTokenizer(ByteTokenizer):
-    """Takes long over texts that ask for it, ends its process, or tells which one that is.
-
-    Args:
-        template: what it shows as its chat template.
-    """
-
-    def __init__(self, template: str = "") -> None:
-        self.chat_template_text = template
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        if text == "pid":
-            text = str(os.getpid())
-        if text.startswith("slow"):
-            time.sleep(600)
-        if text.startswith("crash"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().encode(text, add_special_tokens)
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], *_: Any, tools: Any = None, **variables: Any) -> str:
-        """By a template that the chat brings with it, which only a test may."""
-        return render_chat(messages[0]["content"], messages, **variables)
 
 
 class PartsKept(ReaderPool):
