@@ -141,8 +141,13 @@ _PLAIN: dict[Path, list[Beams]] = {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["tiny_llama", "tiny_mistral"])
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        *(("tiny_llama", way) for way in WAYS),
+        *(("tiny_mistral", way) for way in ("blocks of 1", "preempted", "room for one beam")),
+    ],
+)
 def test_the_batch_the_blocks_and_preemption_change_no_beam(
     make_llm: MakeLLM, request: pytest.FixtureRequest, family: str, way: str
 ) -> None:

@@ -77,8 +77,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        *(("tiny_llama", way) for way in WAYS),
+        *(("tiny_mistral", way) for way in ("a batch of 32", "chunks of 16", "blocks of 1", "blocks of 32")),
+        *(("tiny_mistral", way) for way in ("one block a sequence", "radix prefix cache", "native attention")),
+    ],
+)
 def test_the_batch_the_chunks_and_the_blocks_change_no_token(
     make_llm: MakeLLM, request: pytest.FixtureRequest, model: str, way: str
 ) -> None:
@@ -180,27 +186,3 @@ def test_deltas_add_up_to_the_whole(make_llm: MakeLLM, tiny_llama: Path) -> None
         got = whole[request_id]
         assert (got.text, got.token_ids, got.finish_reason) == (wanted.text, wanted.token_ids, wanted.finish_reason)
         assert len(got.logprobs or []) == len(got.token_ids)
-
-
-@pytest.mark.slow
-def test_smollm2_says_the_same_in_chunks_from_the_cache_and_after_preemption(make_llm: MakeLLM) -> None:
-    preamble = "You are a librarian who answers in one short sentence, and who never raises her voice. "
-    asked = ["Where are the maps?", "Who wrote this book?", "May I take it home?", "Is there a quiet room upstairs?"]
-    prompts = [preamble + question for question in asked]
-    params = [
-        SamplingParams(temperature=0.8 * (i % 2), top_p=0.9, seed=i, max_tokens=10, ignore_eos=True, logprobs=2)
-        for i in range(len(prompts))
-    ]
-    small: dict[str, Any] = {"max_model_len": 128}
-    tight = make_llm("smollm2", block_size=8, num_blocks=10, attention_backend="reference", **small)
-    thrash(tight.core)
-    expected = [output.outputs[0] for output in tight.generate(prompts, params, use_tqdm=False)]
-    assert tight.core.scheduler.counters.num_preemptions > 0
-    chunked = make_llm("smollm2", max_num_batched_tokens=16, **small)
-    for prompt, sampling, wanted in zip(prompts, params, expected, strict=True):
-        assert_same(chunked.generate(prompt, sampling, use_tqdm=False), [wanted])
-        chunked.reset_prefix_cache()
-    assert_same(chunked.generate(prompts, params, use_tqdm=False), expected)
-    warm = chunked.generate(prompts, params, use_tqdm=False)
-    assert all(output.num_cached_tokens >= 16 for output in warm)
-    assert_same(warm, expected)

@@ -52,7 +52,7 @@ WEIGHTS = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     tenants=st.lists(st.tuples(WEIGHTS, SHAPES), min_size=2, max_size=4),
     seqs=st.integers(1, 6),

@@ -413,7 +413,7 @@ def test_a_tenants_name_that_cannot_be_written_costs_no_block(tmp_path: Path) ->
 
 # Just over two thirds of a power of two, dictionaries have grown: no other number takes more for each block.
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "num_slots"), [("lru", 2800), ("adaptive", 1366)])
+@pytest.mark.parametrize(("policy", "num_slots"), [("lru", 1366), ("adaptive", 700)])
 def test_the_index_of_a_full_disk_takes_no_more_memory_than_the_plan_says(
     tmp_path: Path, policy: str, num_slots: int
 ) -> None:
