@@ -1,20 +1,22 @@
-"""Greedy output is that of transformers' `generate`, token for token, in float32."""
+"""Greedy output is that of transformers' `generate`, token for token, in float32; so are SmolLM2's beams."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
 
-from octavo import kernels
+from octavo import LLM, kernels
 from octavo.checkpoint.model_source import load_model_config, resolve_model
 from octavo.models.decoder import Decoder
 from octavo.models.native_decoder import NativeDecoder
 from octavo.sampling_params import SamplingParams
-from tests.conftest import MakeLLM
+from tests.conftest import MakeLLM, assert_idle
+from tests.engine.beams import assert_same_beams, expected_beams, scored
 from tests.engine.preempting import thrash
 from tests.models.test_families import FAMILIES
 from tests.models.test_transformers_bridge import build
@@ -61,6 +63,7 @@ def generate(model: Any, prompts: list[list[int]], num_tokens: int, **options: A
     return out[:, width:].tolist()
 
 
+@pytest.fixture(scope="module")
 def smollm2_of_transformers() -> Any:
     """transformers' Llama with the weights as Octavo reads them, which tests/models/test_loader.py vouches for."""
     source = resolve_model("smollm2")
@@ -88,15 +91,73 @@ def smollm2_of_transformers() -> Any:
     return model.eval()
 
 
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[LLM]:
+    threads = torch.get_num_threads()
+    with LLM("smollm2", dtype="float32", device="cpu", num_threads=1, max_model_len=256, num_blocks=400) as llm:
+        yield llm
+        torch.set_num_threads(threads)
+        assert_idle(llm.core)
+
+
 @pytest.mark.slow
-def test_smollm2_on_twenty_prompts(make_llm: MakeLLM) -> None:
-    llm = make_llm("smollm2", max_model_len=256, max_num_seqs=20)
-    outputs = llm.generate(
-        SMOLLM2_PROMPTS, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False
-    )
+def test_smollm2_on_twenty_prompts(smollm2: LLM, smollm2_of_transformers: Any) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = smollm2.generate(SMOLLM2_PROMPTS, params, use_tqdm=False)
     prompts = [output.prompt_token_ids for output in outputs]
-    expected = generate(smollm2_of_transformers(), prompts, 12, eos_token_id=None)
+    expected = generate(smollm2_of_transformers, prompts, 12, eos_token_id=None)
     assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+class Rules(NamedTuple):
+    """How a beam search ranks what it finds, and when it ends."""
+
+    length_penalty: float = 1.0
+    early_stopping: Any = False
+    ends: bool = True
+
+
+RULES = [
+    Rules(),
+    Rules(early_stopping=True),
+    Rules(ends=False),
+    Rules(length_penalty=0.0, early_stopping="never"),
+    Rules(length_penalty=2.0),
+    Rules(length_penalty=1.5, early_stopping="never"),
+    Rules(length_penalty=-1.0),
+]
+# Ends of clauses besides the end of sequence, so that outputs of many lengths are found and compete.
+ENDS = (".", ",", "\n", "!", "?")
+
+
+def assert_searches_agree(llm: LLM, model: Any, prompts: list[str], width: int, rules: Rules) -> None:
+    end_of_sequence = sorted(llm.core.inputs.eos_token_ids)
+    ends = [token for end in ENDS for token in llm.tokenizer.encode(end)] if rules.ends else []
+    how: dict[str, Any] = {"length_penalty": rules.length_penalty, "early_stopping": rules.early_stopping}
+    params = SamplingParams(use_beam_search=True, n=width, max_tokens=16, stop_token_ids=ends, **how)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    token_ids = [output.prompt_token_ids for output in outputs]
+    searches = expected_beams(model, token_ids, width, 16, eos_token_id=end_of_sequence + ends, **how)
+    for output, expected in zip(outputs, searches, strict=True):
+        assert len(output.outputs) == width
+        assert_same_beams(scored(output.outputs, rules.length_penalty), expected, rules.length_penalty)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prompt", "width", "rules"), [(0, 2, 0), (2, 2, 1), (5, 6, 3), (8, 6, 4)])
+def test_smollm2_has_the_beams_of_transformers(
+    smollm2: LLM, smollm2_of_transformers: Any, prompt: int, width: int, rules: int
+) -> None:
+    assert_searches_agree(smollm2, smollm2_of_transformers, SMOLLM2_PROMPTS[prompt : prompt + 1], width, RULES[rules])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("width", [2, 8])
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_smollm2_has_the_beams_of_transformers_by_every_rule_at_every_width(
+    smollm2: LLM, smollm2_of_transformers: Any, width: int, rules: Rules
+) -> None:
+    assert_searches_agree(smollm2, smollm2_of_transformers, SMOLLM2_PROMPTS[::2], width, rules)
 
 
 class Expected:
