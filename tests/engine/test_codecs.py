@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import LLM, kernels
-from octavo.attention.native import NativeAttention
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
 from octavo.planner.deployment import Deployment
@@ -18,12 +16,10 @@ from octavo.planner.plan_options import PlanOptions
 from octavo.planner.report import report_of
 from octavo.planner.sources import find_shape
 from octavo.request import sibling_seed
-from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
 from octavo.storage.arena import KVArena
 from tests.conftest import MakeLLM
 from tests.engine.preempting import thrash
-from tests.models.tiny import write_hf_model
 
 RECENT = {f"recent {codec}": codec for codec in ("int4", "k8v4", "nvfp4")}
 TABLES = {
@@ -73,7 +69,12 @@ def test_recent_blocks_in_int8_give_other_tokens(make_llm: MakeLLM, tiny_llama: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["tiny_llama", "tiny_mistral"])
+@pytest.mark.parametrize(
+    ("stored", "model"),
+    # Codecs of a model without windows, and recent blocks, are in test_restored_tokens.py.
+    [*((name, "tiny_mistral") for name in (*CODED, *TABLES, *RECENT)), *((name, "tiny_llama") for name in TABLES)],
+    indirect=["stored"],
+)
 def test_the_cache_the_chunks_and_preemption_change_no_token(
     make_llm: MakeLLM, request: pytest.FixtureRequest, stored: str, model: str
 ) -> None:
@@ -157,33 +158,6 @@ def test_blocks_of_one_table_are_never_found_by_another(make_llm: MakeLLM, tiny_
     # A table that says one thing of all layers is that codec, and shares its blocks.
     core = make_llm(tiny_llama, kv_cache_dtype="k8v4").core
     assert bytes(core.scheduler.kv.prefix_cache.full_blocks(list(range(16)), "").keys) == roots["uniform"]
-
-
-@pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
-def test_tokens_do_not_depend_on_how_they_were_computed_where_kernels_read_all_layers(tmp_path: Path) -> None:
-    write_hf_model(tmp_path, "Llama", hidden_size=128, head_dim=32)
-    (path := tmp_path / "table.toml").write_text(TABLES["fused"])
-    prompts: list[Any] = [
-        {"prompt_token_ids": [(7 * i + j * j) % 300 + 5 for j in range(20 + 23 * i)]} for i in range(3)
-    ]
-    params = [SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.9 * (i % 2), seed=i) for i in range(3)]
-
-    def make(**options: Any) -> LLM:
-        fixed = {"deterministic": True, "kv_cache_dtype": str(path), "num_blocks": 64, "num_threads": 1}
-        return LLM(str(tmp_path), **{**fixed, **options})
-
-    with make(enable_prefix_caching=False) as llm:
-        assert isinstance(llm.core.runner, ModelRunner)
-        assert all(map(NativeAttention.supports, llm.core.runner.arena.layers))
-        alone = [
-            llm.generate(prompt, one, use_tqdm=False)[0].outputs[0].token_ids
-            for prompt, one in zip(prompts, params, strict=True)
-        ]
-    with make(max_num_batched_tokens=17, max_num_seqs=4) as llm:
-        for _ in range(2):
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            assert [output.outputs[0].token_ids for output in outputs] == alone
-        llm.core.scheduler.kv.audit()
 
 
 def test_a_table_for_another_model_is_refused_before_the_model_is_read(

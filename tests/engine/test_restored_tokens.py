@@ -26,7 +26,12 @@ pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels
 BLOCK_SIZE = 16
 WINDOW = 40
 INEXACT = {"float16", "nvfp4"}
-RECENT = [("Llama", "int4+recent"), ("Llama", "k8v4+recent"), ("Mistral", "int4+recent")]
+# Files of what each layer stores. Recent: it keeps its first block and its last two in int8 too.
+TABLES = {
+    "int4+recent": 'keys = "int4"\nvalues = "int4"\nsink_blocks = 1\nrecent_blocks = 2\n',
+    "k8v4+recent": 'keys = "int8"\nvalues = "int4"\nsink_blocks = 1\nrecent_blocks = 2\n',
+    "a codec a layer": 'keys = ["int8", "int4"]\nvalues = "int4"',
+}
 
 Answer = list[list[int]]
 
@@ -49,16 +54,14 @@ class Engines:
     codec: str
 
     def make(self, **options: Any) -> Any:
-        codec, recent, _ = self.codec.partition("+recent")
-        dtype = codec if KV_FORMATS[codec].plain else "float32" if codec in INEXACT else "bfloat16"
-        fixed = {"kv_cache_dtype": codec, "dtype": dtype, "deterministic": codec not in INEXACT}
-        if recent:
-            # Beside the model: a table whose layers keep their first block and the last two in int8 too.
-            table = self.folder / f"{self.codec}.toml"
-            keys = "int8" if codec == "k8v4" else codec
-            table.write_text(f'keys = "{keys}"\nvalues = "int4"\nsink_blocks = 1\nrecent_blocks = 2\n')
-            fixed["kv_cache_dtype"] = str(table)
-        return self.make_llm(self.folder, **{**fixed, "num_blocks": 64 if not recent else 128, **options})
+        codec = self.codec
+        if (table := TABLES.get(codec)) is not None:
+            (path := self.folder / f"{codec}.toml").write_text(table)
+            fixed = {"kv_cache_dtype": str(path), "dtype": "bfloat16", "num_blocks": 128}
+        else:
+            dtype = codec if KV_FORMATS[codec].plain else "float32" if codec in INEXACT else "bfloat16"
+            fixed = {"kv_cache_dtype": codec, "dtype": dtype, "num_blocks": 64}
+        return self.make_llm(self.folder, **{**fixed, "deterministic": codec not in INEXACT, **options})
 
     def cold(self) -> Answer:
         """The tokens of each request by itself, with nothing cached."""
@@ -81,7 +84,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(
-    params=[*(("Llama", codec) for codec in KV_FORMATS), ("Mistral", "bfloat16"), ("Mistral", "k8v4"), *RECENT],
+    params=[
+        *(("Llama", codec) for codec in (*KV_FORMATS, *TABLES)),
+        *(("Mistral", codec) for codec in ("bfloat16", "k8v4", "int4+recent")),
+    ],
     ids="-".join,
 )
 def engines(request: pytest.FixtureRequest, make_llm: MakeLLM, folders: dict[str, Path]) -> Engines:
