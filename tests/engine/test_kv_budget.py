@@ -74,6 +74,7 @@ def generate(core: EngineCore, sampling: SamplingParams) -> tuple[list[list[list
         core.step()
         most = max(most, core.scheduler.kv.pool.num_active)
     assert_idle(core)
+    assert not core.stats.num_failed_steps
     return [[list(seq.output_token_ids) for seq in request.sequences] for request in requests], most
 
 
@@ -91,6 +92,12 @@ def outputs(sampling: SamplingParams, mode: str = "sinks", **options: Any) -> tu
 def test_a_budget_that_is_never_exceeded_changes_no_token(mode: str) -> None:
     dense = {} if mode in EVICTING else {"model": deep_model()}
     assert outputs(params(800, mode), mode)[0] == outputs(params(None), **dense)[0]
+
+
+def test_a_model_of_two_layers_reads_everything_under_a_budget_of_sparse_reads() -> None:
+    with tiny_core(kv_budget={"mode": "sparse_read", "tokens": BUDGET}) as core:
+        found = generate(core, params(BUDGET, "sparse_read"))[0]
+    assert found == outputs(params(None))[0]
 
 
 @pytest.mark.slow

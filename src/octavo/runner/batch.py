@@ -256,12 +256,14 @@ class StepBatch:
         need; None if there are none.
         """
         table, positions = self._table, self._ends.astype(np.int64) - 1
+        if not len(table.blocks_read):
+            return None  # no layer reads sparsely
         budgets = table.budgets[self._query_rows]
         is_sparse = (budgets["recent"] > 0) & (positions >= budgets["sparse_from"])
         # They choose among full blocks, whose keys are written by now or before any layer of this step reads them. A
         # prompt's blocks follow as they fill once it exceeds the budget, so that the first answer's step is no longer.
         ends = positions // self._block_size + 1 - budgets["recent"]
-        fewest = table.blocks_read[:, self._query_rows].min(axis=0, initial=1 << 30)
+        fewest = table.blocks_read[:, self._query_rows].min(axis=0)
         exceeds = (budgets["recent"] > 0) & (positions >= fewest.astype(np.int64) * self._block_size)
         completed: list[list[np.ndarray]] = [[np.empty(0, np.int32)] for _ in table.tables]
         for i in np.flatnonzero(exceeds & (ends > budgets["bounded"])).tolist():
