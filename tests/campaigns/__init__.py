@@ -1,1 +1,1 @@
-"""Correctness that takes minutes or hours to show: attacks, fuzzing, faults, endurance, isolation, soaks."""
+"""Correctness that takes minutes or hours to show: attacks, fuzzing, faults, isolation, soaks."""

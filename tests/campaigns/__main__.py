@@ -52,8 +52,11 @@ CAMPAIGNS = {
     ),
     "combinations": Campaign(_module("combinations"), "random options together: answers equal the same alone"),
     "disk_faults": Campaign(_module("disk_faults", "--cycles", "500"), "a damaged disk store gives no wrong token"),
-    "endurance": Campaign(_module("endurance"), "everything at once for ten minutes: answers equal the same alone"),
     "fuzz_bodies": Campaign(_module("fuzz_bodies", "--seed", "1", "--count", "2000"), "random bodies cause no 5xx"),
+    "fuzz_faults": Campaign(
+        _module("fuzz_bodies", "--seed", "2", "--count", "2000", "--faults", "0.004"),
+        "steps that raise, and a small cache: others' answers are the same",
+    ),
     "isolation": Campaign(_module("isolation"), "no tenant learns what another has sent"),
     "redis_faults": Campaign(_module("redis_faults", "--cycles", "500"), "a faulty Redis gives no wrong token"),
     "soak": Campaign(("-m", "pytest", "-m", "soak", "-q"), "state machines with injected faults, for minutes"),

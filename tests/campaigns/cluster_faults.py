@@ -48,8 +48,8 @@ from tests.campaigns.cluster import (
     isolated,
     operate,
 )
+from tests.campaigns.cluster_clients import CHATML, Question, Reply
 from tests.campaigns.cluster_load import TENANTS, Load, references
-from tests.campaigns.endurance_clients import CHATML, Question, Reply
 
 KEYS = f'[tenants.admin]\nkeys = ["{ADMIN_KEY}"]\nadmin = true\n' + "".join(
     f'[tenants.{name}]\nkeys = ["{name}"]\n' for name in TENANTS

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 
 from tests.campaigns.cluster import PORT, Cluster, Server
-from tests.campaigns.endurance_clients import Client, Manner, Question, Reply, questions
+from tests.campaigns.cluster_clients import Client, Question, Reply, questions
 
 TENANTS = ("ada", "ben")
 # Time after which a request is without an end, while the router runs: as long as no fault, with all that TCP waits for
@@ -73,11 +73,11 @@ class Load:
         client, began, frozen = self._client, time.monotonic(), self._router.frozen_s
         if self._rng.random() < LEAVE:
             # It leaves; whatever it has received is compared too.
-            manner = Manner(leaves_after=self._rng.random())
-            reply = await client.ask(question, self._rng.choice(TENANTS), manner, stream=stream)
+            leaves_after = self._rng.random()
+            reply = await client.ask(question, self._rng.choice(TENANTS), leaves_after, stream=stream)
             self._compare(question, reply, whole)
             return "whole" if reply.is_whole and not reply.error else "left"
-        reply = await client.ask(question, self._rng.choice(TENANTS), Manner(leaves_after=END_SECONDS), stream=stream)
+        reply = await client.ask(question, self._rng.choice(TENANTS), END_SECONDS, stream=stream)
         took = time.monotonic() - began
         self._compare(question, reply, whole)
         if took >= END_SECONDS and took - (self._router.frozen_s - frozen) < END_SECONDS - 1:

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from octavo.workloads.server_process import running_server
 VICTIM_KEY, ATTACKER_KEY, ADMIN_KEY = "a-key-of-the-victim", "a-key-of-the-attacker", "a-key-of-the-admin"
 # What the watched stream requests, again and again.
 STREAM = {"prompt": [7, 8, 9], "temperature": 0, "ignore_eos": True, "stream": True}
+# The one metric that may be negative.
+SAVED = "octavo:speculation_saved_seconds"
 _HEALTH_EVERY = 0.02
 
 
@@ -93,23 +96,46 @@ class Watched:
                 return
 
     def left_over(self, at_most: float = 30.0) -> list[str]:
-        """Stop watching, and say what is wrong with an idle server: blocks that are still active, a failed audit."""
+        """Stop watching, and say what is wrong with an idle server: active blocks, a failed audit, wrong metrics."""
         self._watcher.kill()
         until, audits = time.monotonic() + at_most, None
         while time.monotonic() < until:
-            now = self._counters()
+            now = self._metrics()
             if now["vllm:num_requests_running"] == now["vllm:num_requests_waiting"] == 0:
                 audits = now["octavo:audits_total"] if audits is None else audits
                 if now["octavo:audits_total"] > audits:
                     break
             time.sleep(0.3)
+        now = self._metrics()
+        sums = {
+            "vllm:e2e_request_latency_seconds_count": ("vllm:request_success_total",),
+            "vllm:prefix_cache_queries_total": (
+                "vllm:prefix_cache_hits_total",
+                "octavo:prefix_cache_uncached_tokens_total",
+            ),
+            "octavo:tenant_requests_running": (),
+            "octavo:tenant_requests_waiting": (),
+        }
+        wrong = [
+            f"{name} is {now[name]}, but the sum of {parts} is {sum(now[part] for part in parts)}"
+            for name, parts in sums.items()
+            if now[name] != sum(now[part] for part in parts)
+        ]
+        wrong += [f"{name} is {value}" for name, value in now.items() if value < 0 and name != SAVED]
         active = self._get("/debug/kv").json()["bytes"]["active"]
         health = self._get("/health").json()
-        return [f"{active} bytes are still active"] * bool(active) + [f"health: {health}"] * (health["status"] != "ok")
+        wrong += [f"{active} bytes are still active"] * bool(active) + [f"health: {health}"] * (
+            health["status"] != "ok"
+        )
+        return wrong
 
-    def _counters(self) -> dict[str, float]:
-        lines = self._get("/metrics").text.splitlines()
-        return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+    def _metrics(self) -> Counter[str]:
+        """The sum of each metric over its labels."""
+        found: Counter[str] = Counter()
+        for line in self._get("/metrics").text.splitlines():
+            if not line.startswith("#"):
+                found[line.partition("{")[0].partition(" ")[0]] += float(line.rpartition(" ")[2])  # type: ignore[assignment]
+        return found
 
     def _get(self, path: str) -> httpx.Response:
         headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -127,14 +153,17 @@ class Watched:
 
 
 @contextmanager
-def watched_server(arguments: Sequence[str], max_tokens: int = 4000) -> Iterator[Watched]:
+def watched_server(
+    arguments: Sequence[str], max_tokens: int = 4000, command: Sequence[str] | None = None
+) -> Iterator[Watched]:
     """Run `octavo serve ARGUMENTS` with the two keys, watched from its first token on.
 
     Args:
         max_tokens: the length of the watched stream, which is then restarted.
+        command: what runs instead of `octavo serve`.
     """
     keys = ["--api-key", VICTIM_KEY, "--api-key", ATTACKER_KEY, "--admin-key", ADMIN_KEY, "--no-access-log"]
-    with running_server([*keys, *arguments]) as server:
+    with running_server([*keys, *arguments], command) as server:
         port = int(server.base_url.rpartition(":")[2])
         argv = [sys.executable, __file__, str(port), str(max_tokens)]
         with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:

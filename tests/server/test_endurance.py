@@ -1,5 +1,5 @@
 """Everything at once, for a second: who stays gets what the same request gets alone. For longer:
-tests/campaigns/endurance.py."""
+tests/campaigns/fuzz_bodies.py, with `--faults`."""
 
 from __future__ import annotations
 

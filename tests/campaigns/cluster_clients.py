@@ -1,4 +1,4 @@
-"""The clients of `endurance.py`: what they request, how they read, and what they have received of an answer."""
+"""The clients of `cluster_faults.py`: what they request, and what they have received of an answer."""
 
 from __future__ import annotations
 
@@ -66,9 +66,6 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-# An answer larger than a socket's buffer: it ends only if the client reads.
-LONG = {"prompt": [5, 6, 7], "n": 8, "max_tokens": 400, "logprobs": 5, "seed": 1, "ignore_eos": True}
 
 
 @dataclass
@@ -152,28 +149,16 @@ def parse(received: bytes) -> Reply:
     return reply
 
 
-@dataclass(frozen=True)
-class Manner:
-    """How a client reads.
-
-    Attributes:
-        leaves_after: seconds after which the client disconnects; None if it stays.
-        pause: seconds before it reads each piece of `piece` bytes.
-    """
-
-    leaves_after: float | None = None
-    pause: float = 0.0
-    piece: int = 65536
-
-
 class Client:
     """Sends requests to one server."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._address = host, port
 
-    async def ask(self, question: Question, key: str, manner: Manner = Manner(), *, stream: bool = True) -> Reply:
-        """Send a request on a new connection, and read the answer in the given manner."""
+    async def ask(
+        self, question: Question, key: str, leaves_after: float | None = None, *, stream: bool = True
+    ) -> Reply:
+        """Send a request on a new connection, read the answer, and leave after so many seconds."""
         body = json.dumps({**question.body, "stream": stream, "return_token_ids": True}).encode()
         lines = [
             f"POST {question.path} HTTP/1.1",
@@ -185,19 +170,13 @@ class Client:
         ]
         connection = socket.socket()
         connection.setblocking(False)
-        if manner.pause:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         loop = asyncio.get_running_loop()
         received: list[bytes] = []
         try:
-            async with asyncio.timeout(manner.leaves_after):
+            async with asyncio.timeout(leaves_after):
                 await loop.sock_connect(connection, self._address)
                 await loop.sock_sendall(connection, "\r\n".join([*lines, "", ""]).encode() + body)
-                while True:
-                    if manner.pause:
-                        await asyncio.sleep(manner.pause)
-                    if not (piece := await loop.sock_recv(connection, manner.piece)):
-                        break
+                while piece := await loop.sock_recv(connection, 65536):
                     received.append(piece)
         except OSError:  # refused, reset, unreachable, or it has left
             pass
