@@ -75,7 +75,6 @@ class Import(NamedTuple):
     line: int
     target: str
     at_runtime: bool  # False under TYPE_CHECKING
-    eager: bool  # at module level
 
 
 @cache
@@ -94,22 +93,21 @@ def room(module: str) -> str:
 
 @cache
 def imports(module: str) -> tuple[Import, ...]:
-    return tuple(_walk(module, ast.parse(modules()[module].read_text()), at_runtime=True, eager=True))
+    return tuple(_walk(module, ast.parse(modules()[module].read_text()), at_runtime=True))
 
 
-def _walk(module: str, node: ast.AST, *, at_runtime: bool, eager: bool) -> Iterator[Import]:
+def _walk(module: str, node: ast.AST, *, at_runtime: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             for target in _targets(child):
-                yield Import(module, child.lineno, target, at_runtime, eager)
+                yield Import(module, child.lineno, target, at_runtime)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for statement in child.body:
-                yield from _walk(module, ast.Module([statement], []), at_runtime=False, eager=False)
+                yield from _walk(module, ast.Module([statement], []), at_runtime=False)
             for statement in child.orelse:
-                yield from _walk(module, ast.Module([statement], []), at_runtime=at_runtime, eager=eager)
+                yield from _walk(module, ast.Module([statement], []), at_runtime=at_runtime)
         else:
-            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            yield from _walk(module, child, at_runtime=at_runtime, eager=eager and not inside)
+            yield from _walk(module, child, at_runtime=at_runtime)
 
 
 def _targets(node: ast.Import | ast.ImportFrom) -> list[str]:
@@ -133,12 +131,11 @@ def test_the_drawing_has_every_room_and_no_other() -> None:
     assert {room(module) for module in modules()} - {""} == set(LINE_OF)
 
 
-@pytest.mark.parametrize("name", sorted({room(module) for module in modules()} - {""}))
-def test_a_room_imports_only_what_stands_below_it(name: str) -> None:
+def test_a_room_imports_only_what_stands_below_it() -> None:
     upward = [
         f"{i.module}:{i.line} imports {i.target}"
         for module in modules()
-        if room(module) == name
+        if (name := room(module))
         for i in imports(module)
         if room(i.target) not in ("", name) and LINE_OF[room(i.target)] <= LINE_OF[name]
     ]
@@ -192,31 +189,28 @@ def test_a_folders_drawing_has_every_module_above_those_it_imports(folder: str) 
     assert not upward
 
 
-def reached(module: str, *, lazily_too: bool) -> dict[str, Import]:
-    """Every module and outer package that running `module` imports, each with one import that does so."""
+def reached(running: set[str]) -> dict[str, Import]:
+    """Every module and outer package that running these modules imports, each with one import that does so."""
     found: dict[str, Import] = {}
-    pending = [module]
+    pending = [*running]
     while pending:
         for i in imports(pending.pop()):
-            if i.at_runtime and (i.eager or lazily_too) and i.target not in found:
+            if i.at_runtime and i.target not in found:
                 found[i.target] = i
                 if i.target in modules():
                     pending.append(i.target)
     return found
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if room(m) in RULES.without_torch])
-def test_bookkeeping_reaches_no_torch(module: str) -> None:
-    assert not HEAVY & set(found := reached(module, lazily_too=True)), found
+def test_bookkeeping_reaches_no_torch() -> None:
+    found = reached({module for module in modules() if room(module) in RULES.without_torch})
+    assert not [found[name] for name in HEAVY & set(found)]
 
 
-@pytest.mark.parametrize(
-    "module", [m for m in modules() if room(m) and LINE_OF[room(m)] >= LINE_OF[RULES.highest_without_web]]
-)
-def test_the_engine_and_what_is_below_reach_no_web_framework(module: str) -> None:
-    if module not in RULES.web_exceptions:
-        found = reached(module, lazily_too=True)
-        assert not (WEB | RULES.web_exceptions) & set(found), found
+def test_the_engine_and_what_is_below_reach_no_web_framework() -> None:
+    highest = LINE_OF[RULES.highest_without_web]
+    found = reached({m for m in modules() if room(m) and LINE_OF[room(m)] >= highest} - RULES.web_exceptions)
+    assert not [found[name] for name in (WEB | RULES.web_exceptions) & set(found)]
 
 
 def modules_loaded_by(statement: str, depth: int = 1) -> set[str]:
@@ -253,16 +247,6 @@ def test_a_native_model_is_loaded_without_transformers_and_without_a_web_framewo
     loaded = modules_loaded_by("import octavo.llm, octavo.engine.builder")
     assert not (WEB | {"transformers"}) & loaded
     assert "torch" in loaded
-
-
-@pytest.mark.slow
-def test_no_two_public_classes_have_one_name() -> None:
-    where: dict[str, list[str]] = {}
-    for module, path in modules().items():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                where.setdefault(node.name, []).append(module)
-    assert {name: found for name, found in where.items() if len(found) > 1} == {}
 
 
 def type_names(tree: ast.Module) -> Iterator[str]:

@@ -163,8 +163,8 @@ def test_programs_find_their_split_in_any_batch(window: int | None, monkeypatch:
 @pytest.mark.parametrize("seed", DRAWN)
 def test_ragged_chunks_agree_with_float64(seed: int) -> None:
     draw = random.Random(100 + seed)
-    first = lengths_of(draw, 2000 if ON_GPU else 40, 16 if ON_GPU else 2)
-    more = lengths_of(draw, 2000 if ON_GPU else 30, 16 if ON_GPU else 2)
+    first = lengths_of(draw, 2000 if ON_GPU else 24, 16 if ON_GPU else 2)
+    more = lengths_of(draw, 2000 if ON_GPU else 20, 16 if ON_GPU else 2)
     check_chunks(shape_of(draw), first, more, draw.choice([None, 1, 7, 100, 270]), seed)
 
 
