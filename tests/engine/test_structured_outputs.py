@@ -316,19 +316,6 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(
     assert_nothing_left(llm)
 
 
-@pytest.mark.slow
-def test_deterministic_engines_agree_in_every_batch(make_llm: MakeLLM) -> None:
-    llm = make_llm("smollm2", deterministic=True, max_model_len=128, dtype="auto", block_size=16)
-    wanted = StructuredOutputsParams(json=PERSON)
-    params = [SamplingParams(max_tokens=40, seed=i, structured_outputs=wanted) for i in range(4)]
-    prompts = ["A person as JSON: "] * 4
-    together = llm.generate(prompts, params, use_tqdm=False)
-    separate = [llm.generate(prompts[:1], each, use_tqdm=False)[0] for each in params]
-    assert told(together) == told(separate)
-    for output in together:
-        assert_fits(wanted, output.outputs[0])
-
-
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import openai
 import pytest
 
@@ -15,28 +13,6 @@ def test_the_client_lists_and_retrieves_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("fake").owned_by == "octavo"
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("other/model")
-
-
-def test_a_completion_streams_the_same_text(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "fake", "prompt": "hello", "max_tokens": 9, "temperature": 0}
-    whole = client.completions.create(**asked)
-    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 8 + ["length"]
-    assert all(chunk.usage is None for chunk in chunks[:-1])
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage.completion_tokens == 9
-    assert {chunk.id for chunk in chunks} == {chunks[0].id}
-
-
-def test_a_chat_answers_and_streams_the_same_text(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "max_completion_tokens": 9, "temperature": 0}
-    whole = client.chat.completions.create(**asked)
-    assert whole.choices[0].message.role == "assistant"
-    chunks = list(client.chat.completions.create(**asked, stream=True))
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
-    assert chunks[-1].choices[0].finish_reason == "length"
 
 
 def test_the_clients_own_stream_accumulator_reads_a_chat(client: openai.OpenAI) -> None:

@@ -125,7 +125,10 @@ class TestOpenAIClient:
         assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
         streamed = [entry for chunk in chunks[:-1] for entry in chunk.choices[0].logprobs.token_logprobs]
         assert streamed == pytest.approx(whole.choices[0].logprobs.token_logprobs, abs=1e-4)
-        assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+        reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
+        assert reasons == [None] * (len(chunks) - 2) + [whole.choices[0].finish_reason]
+        assert {chunk.id for chunk in chunks} == {chunks[0].id}
+        assert all(chunk.usage is None for chunk in chunks[:-1])
         assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
     def test_a_chat_stream_tells_what_the_whole_answer_tells(self, client: openai.OpenAI) -> None:
@@ -140,6 +143,7 @@ class TestOpenAIClient:
         }
         whole = client.chat.completions.create(**asked)
         pieces = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+        assert {piece.delta.role for piece in pieces[:2]} == {whole.choices[0].message.role} == {"assistant"}
         for choice in whole.choices:
             ours = [piece for piece in pieces if piece.index == choice.index]
             assert "".join(piece.delta.content or "" for piece in ours) == choice.message.content
