@@ -19,6 +19,7 @@ from octavo.engine.inspection import budget_fields
 from octavo.errors import ConfigError, RequestError
 from octavo.kv_budget import KVBudget
 from octavo.planner.calculator import SequenceCost
+from octavo.request import GAP, RequestContext
 from octavo.runner.batch import BatchBuilder, StepBatch
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan
@@ -171,6 +172,28 @@ def test_drafts_plans_made_ahead_and_no_prefix_cache_change_no_token_under_a_bud
     drafting = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
     for options in (drafting, {"async_scheduling": True}, {"enable_prefix_caching": False}):
         assert outputs(sampling, mode, **options)[0] == expected
+
+
+@pytest.mark.parametrize("mode", ["sparse_read", "entropy"])
+def test_bounds_of_a_block_that_a_refused_draft_filled_are_computed_again(mode: str) -> None:
+    sampling = params(BUDGET, mode, max_tokens=100)
+    drafting = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 8}}
+    with tiny_core(deterministic=True, **of_mode(mode, **drafting)) as core:
+
+        def ask(predicted: list[int]) -> list[int]:
+            request = core.inputs.make(PROMPTS[1], sampling, RequestContext(predicted_ids=tuple(predicted)))
+            core.scheduler.add(request)
+            while core.has_work:
+                core.step()
+            return list(request.sequences[0].output_token_ids)
+
+        expected = outputs(sampling, mode)[0][1][0]
+        # Blocks end after 8, 24, 40, … tokens of the output.
+        wrong = [(token + 1 + index) % 200 for index, token in enumerate(expected)]
+        predicted = [*expected[:2]]
+        for end in range(8, len(expected), 16):
+            predicted += [*expected[end - 6 : end - 2], *wrong[end - 2 : end + 4], GAP]
+        assert ask(predicted) == expected
 
 
 @MODES

@@ -258,6 +258,9 @@ class StepBatch:
         table, positions = self._table, self._ends.astype(np.int64) - 1
         if not len(table.blocks_read):
             return None  # no layer reads sparsely
+        # A block filled by a draft that was refused is written again, from the row's first token on.
+        starts = self._positions[self._bounds[:-1]] // self._block_size
+        table.budgets["bounded"][self._rows] = np.minimum(table.budgets["bounded"][self._rows], starts)
         budgets = table.budgets[self._query_rows]
         is_sparse = (budgets["recent"] > 0) & (positions >= budgets["sparse_from"])
         # They choose among full blocks, whose keys are written by now or before any layer of this step reads them. A
