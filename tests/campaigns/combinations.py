@@ -254,7 +254,7 @@ def answer_disturbed(llm: LLM, requests: list[Request], rng: random.Random) -> t
         if running and rng.random() < 0.02:
             aborted = rng.choice(running).request_id
             if (so_far := core.abort(aborted)) is not None:
-                outputs[aborted] = so_far
+                outputs[aborted], so_far.finished = so_far, False
         if rng.random() < 0.02:
             llm.reset_prefix_cache()
         if not arriving and rng.random() < 0.02:  # afterwards, one that arrives might be refused
@@ -314,12 +314,12 @@ def is_wrong(output: RequestOutput, asked: Asked) -> bool:
     cached = output.num_cached_tokens
     if not 0 <= cached < len(asked.prompt) or sum(output.cached_by_tier.values()) != cached:
         return True
-    if output.finished and all(each.finish_reason is not FinishReason.ABORT for each in output.outputs):
+    if output.finished:
         return answer(output) != asked.alone
     whole = dict(enumerate(asked.alone[0]))
     return not asked.params.chooses and any(
         each.token_ids != whole[each.index][0][: len(each.token_ids)]
-        or (each.finish_reason is None and not whole[each.index][1].startswith(each.text))
+        or (each.finish_reason is not FinishReason.ABORT and not whole[each.index][1].startswith(each.text))
         for each in output.outputs
     )
 
