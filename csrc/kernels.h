@@ -12,7 +12,7 @@
 
 namespace octavo {
 
-enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kNumActivations };
+enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kRelu2, kNumActivations };
 
 // How a row is normalised: by its root mean square, rounded before weights of the storage type multiply it; the same
 // with float weights, rounded once; or to mean 0 and variance 1, with float weights and perhaps a bias, rounded once.

@@ -105,7 +105,7 @@ struct RowGroups {
 };
 
 // A gate turns pairs of 16 sums, | gate | up |, into 16 outputs. Gates come in the order of Activation, then others.
-enum Epilogue { kPlain, kSiluGate, kGeluTanhGate, kGeluGate, kReluGate, kClampedSwiGlu };
+enum Epilogue { kPlain, kSiluGate, kGeluTanhGate, kGeluGate, kReluGate, kRelu2Gate, kClampedSwiGlu };
 
 struct LinearOutput {
     char* base;

@@ -236,10 +236,10 @@ NormWeights norm_weights(const Tensor& weight, const Tensor& bias, float eps, bo
 }
 
 Activation activation_of(const std::string& name) {
-    const char* names[kNumActivations] = {"silu", "gelu_pytorch_tanh", "gelu", "relu"};
+    const char* names[kNumActivations] = {"silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"};
     for (int activation = 0; activation < kNumActivations; ++activation)
         if (name == names[activation]) return static_cast<Activation>(activation);
-    require(false, "activation '" + name + "' is not one of silu, gelu_pytorch_tanh, gelu, relu");
+    require(false, "activation '" + name + "' is not one of silu, gelu_pytorch_tanh, gelu, relu, relu2");
     return kSilu;
 }
 

@@ -96,6 +96,7 @@ template <Activation A> inline F16 activate(F16 x) {
     if constexpr (A == kSilu) return x / (F16::set1(1.0f) + exp2(x * F16::set1(-kLog2E)));
     if constexpr (A == kGelu) return gelu(x);
     if constexpr (A == kRelu) return max(F16::zero(), x);
+    if constexpr (A == kRelu2) return max(F16::zero(), x) * max(F16::zero(), x);
     // GELU, tanh form (Hendrycks & Gimpel 2016); 0.5 (1 + tanh(u)) = 1 / (1 + e^-2u)
     const F16 u = (x + x * x * x * F16::set1(0.044715f)) * F16::set1(0.7978845608f);
     return x / (F16::set1(1.0f) + exp2(u * F16::set1(-2.0f * kLog2E)));

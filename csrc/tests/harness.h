@@ -113,6 +113,7 @@ inline double activated(Activation activation, double x) {
         case kSilu: return x < -700 ? 0 : x / (1 + std::exp(-x));
         case kGeluTanh: return 0.5 * x * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
         case kGelu: return 0.5 * x * std::erfc(-x * 0.7071067811865476);
+        case kRelu2: return x > 0 ? x * x : 0;
         default: return std::max(x, 0.0);
     }
 }

@@ -139,7 +139,7 @@ TEST(products_agree_with_float64) {
         product.out_storage = static_cast<Storage>(random_int(0, 1));
         product.with_bias = random_bool();
         product.exact = random_bool();
-        product.epilogue = static_cast<Epilogue>(random_int(kPlain, kReluGate));
+        product.epilogue = static_cast<Epilogue>(random_int(kPlain, kRelu2Gate));
         const int64_t inputs = random_inputs(format, quantised ? 520 : 150);
         const int64_t outputs = product.epilogue == kPlain ? random_int(1, 110) : 32 * random_int(1, 4);
         set_num_threads(random_int(1, 6));  // up to four threads, each packs rows for itself

@@ -236,7 +236,7 @@ def test_a_gated_product_has_the_bits_of_a_product_and_a_gate(level: str, dtype:
     plain.put(torch.cat([gate, up]))
     x, bias = randn(30, inputs, dtype=dtype, seed=0), randn(96, dtype=dtype, seed=3)
     interleaved = bias.view(2, 3, 16).transpose(0, 1).reshape(-1)
-    activations: list[Any] = ["silu", "gelu_pytorch_tanh", "gelu", "relu"]
+    activations: list[Any] = ["silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"]
     for activation in activations:
         assert torch.equal(fused.linear(x, activation=activation), kernels.gate(plain.linear(x), activation))
         with_bias = fused.linear(x, interleaved, activation=activation)

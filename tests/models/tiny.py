@@ -30,11 +30,15 @@ GGUF_NAMES = {
     "Mistral": "llama",
     "Mixtral": "llama",
     "GptOss": "gpt-oss",
+    "Olmo3": "olmo2",
+    "SeedOss": "seed_oss",
+    "Cohere": "command-r",
+    "MiniMaxM2": "minimax-m2",
     **dict.fromkeys(("DeepseekV2", "DeepseekV3", "Glm4MoeLite"), "deepseek2"),
 }
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}  # of the families whose name another configuration has
 # Which architectures' rows of q and k llama.cpp's converter reorders for interleaved rotation.
-REORDERED = ("llama", "granite", "granitemoe", "smollm3")
+REORDERED = ("llama", "granite", "granitemoe", "smollm3", "arcee")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -175,9 +179,11 @@ def write_gguf(
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
-        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.norm_epsilon)
+        names = ("layer_norm_eps", "norm_epsilon", "norm_eps")
+        writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
     rope = config.rope_parameters
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -210,7 +216,7 @@ def write_gguf(
         elif "query_key_value" in name:
             heads = values.reshape(config.num_attention_heads, 3, head_dim, -1)
             values = heads.swapaxes(0, 1).reshape(values.shape)
-        elif stated.startswith("gemma") and name.endswith("norm.weight"):
+        elif stated.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             values = values + 1
         if gguf_name not in leave_out:
             _add_tensor(writer, gguf_name, values, quantization if values.ndim > 1 else "F32")

@@ -19,9 +19,9 @@ _ALIASES = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
     "hidden_act": ("activation_function", "hidden_activation"),
-    "rms_norm_eps": ("layer_norm_eps", "norm_epsilon"),
+    "rms_norm_eps": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
     "rope_theta": ("rotary_emb_base",),
-    "attention_bias": ("qkv_bias",),
+    "attention_bias": ("qkv_bias", "use_qkv_bias"),
     "num_experts": ("num_local_experts", "n_routed_experts"),
     "partial_rotary_factor": ("rotary_pct",),
 }

@@ -57,7 +57,8 @@ class NativeArchitecture:
     """An architecture that the native decoder runs.
 
     Attributes:
-        model_type, gguf_name: what `config.json` and GGUF's `general.architecture` call it.
+        model_type, gguf_name: what `config.json` and GGUF's `general.architecture` call it; None: its GGUF files are
+            not supported.
         biased: the projections that carry a bias whatever the configuration says ("qkv", "mlp" or none).
         bias_option: the projections of attention to which `attention_bias` or `use_bias` gives one.
         mlp_bias_option: the key that gives the MLP's projections one; None: they have none.
@@ -66,7 +67,10 @@ class NativeArchitecture:
         qkv_by_head: see `ModelConfig`; of Hugging Face's files.
         windowed: "always" (every layer, by `sliding_window`), "by_layer" (Qwen's rules), "never", or a number n: all
             but every n-th layer, unless the configuration has `layer_types`.
-        unrotated: layers without rotary embedding: "listed" (`no_rope_layers`, or every fourth) or "full_attention".
+        unrotated: layers without rotary embedding: "listed" (`no_rope_layers`, or every fourth), "full_attention",
+            "full_if_windowed" (the same where others have a window), or "unstated" (all, unless the configuration's
+            `position_embedding_type` is "rope").
+        mlp_width: the key of the MLP's intermediate size.
         partial_rotary: the part of a head that rotates if `partial_rotary_factor` says nothing else; None: all of it,
             and the factor is not one of this family's.
         latent: whether keys and values are projected from a latent, see `LatentConfig`.
@@ -82,7 +86,7 @@ class NativeArchitecture:
     """
 
     model_type: str
-    gguf_name: str
+    gguf_name: str | None
     layer: LayerDescription = field(default_factory=LayerDescription)
     names: TensorNames = field(default_factory=TensorNames)
     biased: Literal["qkv", "mlp", "none"] = "none"
@@ -91,7 +95,8 @@ class NativeArchitecture:
     rotary_interleaved: Literal["gguf", "both", "none"] = "none"
     qkv_by_head: bool = False
     windowed: Literal["always", "by_layer", "never"] | int = "never"
-    unrotated: Literal["listed", "full_attention", "none"] = "none"
+    unrotated: Literal["listed", "full_attention", "full_if_windowed", "unstated", "none"] = "none"
+    mlp_width: str = "intermediate_size"
     partial_rotary: float | None = None
     latent: bool = False
     experts: Experts | None = None
@@ -125,6 +130,13 @@ _GRANITE_SCALARS = {
     "logits_scale": Scalar("logits_scaling", "logit_scale", power=-1.0),
 }
 _GEMMA_NAMES = TensorNames({"mlp_norm": "pre_feedforward_layernorm"})
+_GEMMA_DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 256,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
 _LATENT_NAMES = TensorNames(_DEEPSEEK_NAMES, fused=frozenset(("kv_b",)))
 _SIGMOID_EXPERTS = Experts(
     "moe_intermediate_size", 256, 8, None, default_width=2048, scoring="sigmoid", corrected=True, deepseek=True
@@ -138,6 +150,56 @@ _DEEPSEEK_V3 = NativeArchitecture(
     latent=True,
     experts=_SIGMOID_EXPERTS,
     defaults={"bos_token_id": 0, "eos_token_id": 1},
+)
+_OLMO2 = NativeArchitecture(
+    model_type="olmo2",
+    gguf_name="olmo2",
+    layer=LayerDescription(norm="rms_once", norms_before=False, norms_after=True, qk_norm="projection"),
+    bias_option="all",
+    defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
+)
+_GRANITE = NativeArchitecture(
+    model_type="granite",
+    gguf_name="granite",
+    bias_option="all",
+    mlp_bias_option="mlp_bias",
+    rotary_interleaved="gguf",
+    scalars=_GRANITE_SCALARS,
+    defaults={"bos_token_id": 1, "eos_token_id": 2},
+)
+_GLM4 = NativeArchitecture(
+    model_type="glm4",
+    gguf_name="glm4",
+    layer=LayerDescription(norms_after=True),
+    names=TensorNames(
+        {"attention_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"},
+        fused=frozenset(("gate_up",)),
+    ),
+    bias_option="qkv",
+    rotary_interleaved="both",
+    partial_rotary=0.5,
+    defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07},
+)
+_COHERE2 = NativeArchitecture(
+    model_type="cohere2",
+    gguf_name="cohere2",
+    layer=LayerDescription(norm="layer", parallel="one norm"),
+    bias_option="all",
+    rotary_interleaved="both",
+    windowed=4,
+    unrotated="full_attention",
+    scalars={"logits_scale": Scalar("logit_scale", "logit_scale", default=0.0625)},
+    defaults={"bos_token_id": 5, "eos_token_id": 255001, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+)
+_GLM4_MOE = NativeArchitecture(
+    model_type="glm4_moe",
+    gguf_name="glm4moe",
+    layer=LayerDescription(qk_norm="head"),
+    names=TensorNames(_DEEPSEEK_NAMES),
+    bias_option="qkv",
+    partial_rotary=0.5,
+    experts=_SIGMOID_EXPERTS._replace(default_count=128, default_width=1408),
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
 )
 
 NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
@@ -167,6 +229,15 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         windowed="by_layer",
         defaults={"num_key_value_heads": 32, "head_dim": 128},
     ),
+    "GemmaForCausalLM": NativeArchitecture(
+        model_type="gemma",
+        gguf_name="gemma",
+        layer=LayerDescription(norm="rms_once", norm_offset=1.0),
+        bias_option="all",
+        activation="gelu_pytorch_tanh",  # configurations that say "gelu" mean its tanh form
+        scales_embedding=True,
+        defaults=_GEMMA_DEFAULTS,
+    ),
     "Gemma2ForCausalLM": NativeArchitecture(
         model_type="gemma2",
         gguf_name="gemma2",
@@ -181,14 +252,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         },
         scales_embedding=True,
         head_dim_scaled_layers=46,
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
-            "hidden_act": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-        },
+        defaults=_GEMMA_DEFAULTS | {"num_key_value_heads": 4},
     ),
     "Gemma3ForCausalLM": NativeArchitecture(
         model_type="gemma3_text",
@@ -205,26 +269,17 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         local_rope_theta=10000.0,
         scales_embedding=True,
         head_dim_scaled_layers=62,
-        defaults={
+        defaults=_GEMMA_DEFAULTS
+        | {
             "vocab_size": 262208,
             "max_position_embeddings": 131072,
             "rope_theta": 1e6,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
-            "head_dim": 256,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
-            "hidden_act": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
         },
     ),
-    "Olmo2ForCausalLM": NativeArchitecture(
-        model_type="olmo2",
-        gguf_name="olmo2",
-        layer=LayerDescription(norm="rms_once", norms_before=False, norms_after=True, qk_norm="projection"),
-        bias_option="all",
-        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
-    ),
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(_OLMO2, model_type="olmo3", windowed=4, local_rope_theta=500000.0),
     "Phi3ForCausalLM": NativeArchitecture(
         model_type="phi3",
         gguf_name="phi3",
@@ -233,14 +288,16 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         partial_rotary=1.0,
         defaults={"sliding_window": None, "bos_token_id": 1, "eos_token_id": 32000, "rms_norm_eps": 1e-5},
     ),
-    "GraniteForCausalLM": NativeArchitecture(
-        model_type="granite",
-        gguf_name="granite",
-        bias_option="all",
-        mlp_bias_option="mlp_bias",
-        rotary_interleaved="gguf",
-        scalars=_GRANITE_SCALARS,
-        defaults={"bos_token_id": 1, "eos_token_id": 2},
+    "GraniteForCausalLM": _GRANITE,
+    "GraniteMoeHybridForCausalLM": replace(
+        _GRANITE,
+        model_type="granitemoehybrid",
+        names=TensorNames(
+            {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}, fused=frozenset(("gate_up",))
+        ),
+        mlp_width="shared_intermediate_size",
+        mlp_bias_option=None,
+        unrotated="unstated",
     ),
     "SmolLM3ForCausalLM": NativeArchitecture(
         model_type="smollm3",
@@ -258,30 +315,93 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
             "tie_word_embeddings": True,
         },
     ),
-    "Glm4ForCausalLM": NativeArchitecture(
-        model_type="glm4",
-        gguf_name="glm4",
-        layer=LayerDescription(norms_after=True),
-        names=TensorNames(
-            {"attention_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"},
-            fused=frozenset(("gate_up",)),
-        ),
-        bias_option="qkv",
-        rotary_interleaved="both",
-        partial_rotary=0.5,
-        defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07},
-    ),
-    "Cohere2ForCausalLM": NativeArchitecture(
-        model_type="cohere2",
-        gguf_name="cohere2",
-        layer=LayerDescription(norm="layer", parallel="one norm"),
+    "Ernie4_5ForCausalLM": NativeArchitecture(
+        model_type="ernie4_5",
+        gguf_name="ernie4_5",
         bias_option="all",
+        mlp_bias_option="use_bias",
         rotary_interleaved="both",
-        windowed=4,
-        unrotated="full_attention",
-        scalars={"logits_scale": Scalar("logit_scale", "logit_scale", default=0.0625)},
-        defaults={"bos_token_id": 5, "eos_token_id": 255001, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        defaults={
+            "rope_theta": 500000.0,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
     ),
+    "SeedOssForCausalLM": NativeArchitecture(
+        model_type="seed_oss",
+        gguf_name="seed_oss",
+        bias_option="qkv",
+        mlp_bias_option="mlp_bias",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+            "attention_bias": True,
+        },
+    ),
+    "Exaone4ForCausalLM": NativeArchitecture(
+        model_type="exaone4",
+        gguf_name="exaone4",
+        layer=LayerDescription(norms_before=False, norms_after=True, qk_norm="head"),
+        windowed=4,
+        unrotated="full_if_windowed",
+        defaults={"num_key_value_heads": 32, "bos_token_id": 0, "eos_token_id": 2, "rms_norm_eps": 1e-5},
+    ),
+    "ArceeForCausalLM": NativeArchitecture(
+        model_type="arcee",
+        gguf_name="arcee",
+        layer=LayerDescription(gated=False),
+        bias_option="all",
+        mlp_bias_option="mlp_bias",
+        rotary_interleaved="gguf",
+        defaults={"bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    ),
+    "NemotronForCausalLM": NativeArchitecture(
+        model_type="nemotron",
+        gguf_name="nemotron",
+        layer=LayerDescription(norm="layer", norm_offset=1.0, norm_bias=True, gated=False),
+        bias_option="all",
+        mlp_bias_option="mlp_bias",
+        partial_rotary=0.5,
+        defaults={"bos_token_id": 2, "eos_token_id": 3, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    ),
+    "StableLmForCausalLM": NativeArchitecture(
+        model_type="stablelm",
+        gguf_name="stablelm",
+        layer=LayerDescription(norm="layer", norm_bias=True, parallel="one norm"),
+        bias_option="qkv",
+        partial_rotary=0.25,
+        defaults={
+            "num_key_value_heads": 32,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "rms_norm_eps": 1e-5,
+            "use_parallel_residual": False,
+        },
+    ),
+    "Glm4ForCausalLM": _GLM4,
+    "GlmForCausalLM": replace(
+        _GLM4,
+        model_type="glm",
+        gguf_name=None,
+        layer=LayerDescription(),
+        names=TensorNames(fused=frozenset(("gate_up",))),
+        defaults={**_GLM4.defaults, "attention_bias": True, "eos_token_id": [151329, 151336, 151338]},
+    ),
+    "CohereForCausalLM": replace(
+        _COHERE2,
+        model_type="cohere",
+        gguf_name="command-r",
+        windowed="never",
+        unrotated="none",
+        defaults={**_COHERE2.defaults, "rope_theta": 500000.0},
+    ),
+    "Cohere2ForCausalLM": _COHERE2,
     "Starcoder2ForCausalLM": NativeArchitecture(
         model_type="starcoder2",
         gguf_name="starcoder2",
@@ -295,6 +415,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
             "num_key_value_heads": 2,
             "bos_token_id": 50256,
             "eos_token_id": 50256,
+            "use_bias": True,
             "hidden_act": "gelu_pytorch_tanh",
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": True,
@@ -343,6 +464,21 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
             "bos_token_id": 1,
             "eos_token_id": 2,
             "rms_norm_eps": 1e-5,
+        },
+    ),
+    "MiniMaxM2ForCausalLM": NativeArchitecture(
+        model_type="minimax_m2",
+        gguf_name="minimax-m2",
+        layer=LayerDescription(qk_norm="projection"),
+        names=TensorNames(_MIXTRAL_NAMES | {"router_correction": "block_sparse_moe.e_score_correction"}),
+        partial_rotary=1.0,
+        experts=Experts("intermediate_size", 256, 8, scoring="sigmoid", corrected=True),
+        defaults={
+            "rope_theta": 5e6,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "bos_token_id": 200034,
+            "eos_token_id": 200020,
         },
     ),
     "Qwen2MoeForCausalLM": NativeArchitecture(
@@ -413,15 +549,20 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         defaults={"bos_token_id": 1, "eos_token_id": 2},
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
-    "Glm4MoeForCausalLM": NativeArchitecture(
-        model_type="glm4_moe",
-        gguf_name="glm4moe",
-        layer=LayerDescription(qk_norm="head"),
-        names=TensorNames(_DEEPSEEK_NAMES),
-        bias_option="qkv",
-        partial_rotary=0.5,
-        experts=_SIGMOID_EXPERTS._replace(default_count=128, default_width=1408),
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "Glm4MoeForCausalLM": _GLM4_MOE,
+    "Dots1ForCausalLM": replace(
+        _GLM4_MOE,
+        model_type="dots1",
+        gguf_name="dots1",
+        bias_option="all",
+        windowed="by_layer",
+        partial_rotary=None,
+        defaults={
+            "num_key_value_heads": 32,
+            "norm_topk_prob": False,
+            "use_sliding_window": True,
+            "max_window_layers": 62,
+        },
     ),
     "Glm4MoeLiteForCausalLM": replace(
         _DEEPSEEK_V3,

@@ -122,10 +122,12 @@ def _native(file: GGUFFile) -> tuple[str, NativeArchitecture]:
     for name, native in NATIVE_ARCHITECTURES.items():
         if native.gguf_name != GGUF_TEXT_MODELS.get(stated, stated) or (native.experts is not None) != mixture:
             continue
+        if native.windowed == "never" and file.get(f"{stated}.attention.sliding_window", 0):
+            continue
         if native.experts is None or scoring in (None, native.experts.scoring):
             return name, native
     stated = f"{stated} with experts" if mixture else stated
-    supported = sorted({native.gguf_name for native in NATIVE_ARCHITECTURES.values()})
+    supported = sorted({native.gguf_name for native in NATIVE_ARCHITECTURES.values() if native.gguf_name})
     raise UnsupportedModelError(
         f"{file.path}: GGUF architecture {stated!r} is not supported ({', '.join(supported)}); "
         "serve the Hugging Face folder of that model instead"
@@ -220,7 +222,7 @@ def _layer_ropes(
     file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int, windows: tuple[int | None, ...]
 ) -> list[RopeConfig | None]:
     rope = _rope(file, meta, native, head_dim)
-    if native.unrotated == "full_attention":
+    if native.unrotated == "full_attention" or (native.unrotated == "full_if_windowed" and any(windows)):
         return [None if window is None else rope for window in windows]
     if native.unrotated == "listed":  # llama.cpp knows no other list either
         return [rope if (layer + 1) % 4 else None for layer in range(len(windows))]

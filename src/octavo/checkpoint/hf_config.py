@@ -97,7 +97,9 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
         architecture=architecture,
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.size("intermediate_size", default=None if native else 4 * hidden_size),
+        intermediate_size=fields.size(
+            *(("intermediate_size", 4 * hidden_size) if native is None else (native.mlp_width,))
+        ),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, num_heads),
@@ -108,7 +110,7 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
         norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
         hidden_act=_activation(fields, native),
         qkv_bias="qkv" in biased or "all" in biased,
-        output_bias="all" in biased,
+        output_bias="all" in biased or bool(fields.get("attention_out_bias")),
         mlp_bias=_mlp_bias(fields, native),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", fields.get("tie_word_embeddings", native is None))),
         layer=_layer(native, fields),
@@ -201,10 +203,13 @@ def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchi
         return "a SwiGLU with a limit other than 7, or a factor other than 1.702"
     if fields.get("clip_qkv") is not None:
         return "clipped queries, keys and values"
-    if native.windowed not in ("always", "never"):
-        kinds = set(fields.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-        if kinds:
-            return f"layers of type {', '.join(sorted(map(repr, kinds)))}"
+    if native.layer.qk_norm == "none" and (fields.get("use_qk_norm") or fields.get("qk_layernorm")):
+        return "norms of queries and keys"
+    if native.experts is None and fields.get("num_local_experts"):
+        return "experts next to a shared MLP"
+    kinds = set(fields.get("layer_types") or ()) - {"full_attention", "sliding_attention", "attention"}
+    if kinds and (native.windowed not in ("always", "never") or native.unrotated == "unstated"):
+        return f"layers of type {', '.join(sorted(map(repr, kinds)))}"
     return None
 
 
@@ -249,7 +254,7 @@ def _biased(fields: ConfigFields, native: NativeArchitecture | None) -> set[str]
     if native is None:
         return {"all"} if fields.get("attention_bias", False) else set()
     if native.mlp_bias_option == "use_bias":
-        stated = fields.get("use_bias", True)
+        stated = fields.get("use_bias", False)
     else:
         stated = fields.get("attention_bias", False)
     return {native.biased, native.bias_option if stated else "none"}
@@ -257,7 +262,7 @@ def _biased(fields: ConfigFields, native: NativeArchitecture | None) -> set[str]
 
 def _mlp_bias(fields: ConfigFields, native: NativeArchitecture | None) -> bool:
     key = "mlp_bias" if native is None else native.mlp_bias_option
-    return (native is not None and native.biased == "mlp") or bool(key and fields.get(key, key == "use_bias"))
+    return (native is not None and native.biased == "mlp") or bool(key and fields.get(key, False))
 
 
 def _layer(native: NativeArchitecture | None, fields: ConfigFields) -> LayerDescription:

@@ -24,9 +24,9 @@ def layer_windows(fields: ConfigFields, native: NativeArchitecture | None, num_l
     if rule == "always":
         return (window,) * num_layers
     kinds = fields.get("layer_types")
-    if isinstance(rule, int):
+    if kinds is None and isinstance(rule, int):
         every = fields.size("sliding_window_pattern", default=fields.size("_sliding_window_pattern", default=rule))
-        kinds = kinds or ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
+        kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
     elif kinds is None:
         first = int(fields.get("max_window_layers", 28)) if native else num_layers
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
@@ -37,6 +37,8 @@ def layer_windows(fields: ConfigFields, native: NativeArchitecture | None, num_l
 
 def partial_rotary(fields: ConfigFields, rope: dict[str, Any], default: float) -> float:
     """Return the share of a head's dimensions that rotates."""
+    if (dimensions := fields.get("rotary_dim")) and (head_dim := fields.get("head_dim")):
+        default = dimensions / head_dim
     return float(rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or default)
 
 
@@ -69,7 +71,11 @@ def _rotating(fields: ConfigFields, native: NativeArchitecture | None, windows: 
     """Return for each layer whether queries and keys rotate."""
     if native is None or native.unrotated == "none":
         return [True] * len(windows)
-    if native.unrotated == "full_attention":
+    if native.unrotated == "unstated":
+        return [fields.get("position_embedding_type") == "rope"] * len(windows)
+    if native.unrotated == "full_if_windowed" and not any(windows):
+        return [True] * len(windows)
+    if native.unrotated in ("full_attention", "full_if_windowed"):
         return [window is not None for window in windows]
     step = fields.size("no_rope_layer_interval", default=4)
     listed = fields.get("no_rope_layers") or [(layer + 1) % step for layer in range(len(windows))]

@@ -14,7 +14,7 @@ from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import UnsupportedModelError
 
 NATIVE_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-NATIVE_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "clamped_swiglu")
+NATIVE_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "clamped_swiglu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

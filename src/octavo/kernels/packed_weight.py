@@ -10,7 +10,7 @@ import torch
 from octavo.kernels.library import isa, native
 from octavo.storage.arena import zero_pages
 
-Activation = Literal["silu", "gelu_pytorch_tanh", "gelu", "relu"]
+Activation = Literal["silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"]
 QuantisedFormat = Literal[
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"
 ]
