@@ -112,7 +112,8 @@ TEST(gates_agree_with_float64) {
         Rows in(storage, rows, 2 * width);
         const Rows out(storage, rows, width);
         for (int64_t row = 0; row < rows; ++row)
-            if (random_int(0, 3) == 0) in.set(row, 0, (random_bool() ? 1 : -1) * (activation == kRelu2 ? 1e15f : 1e30f));
+            if (random_int(0, 3) == 0)
+                in.set(row, 0, (random_bool() ? 1 : -1) * (activation == kRelu2 ? 1e15f : 1e30f));
         gated(storage, activation, in.matrix(), out.matrix());
         for (int64_t row = 0; row < rows; ++row)
             for (int64_t c = 0; c < width; ++c) {

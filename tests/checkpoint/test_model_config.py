@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from functools import cache
@@ -93,6 +94,22 @@ def test_a_theta_that_is_not_stated_is_the_default_of_the_familys_class(family: 
     assert config.rope.theta == theirs.get("full_attention", theirs)["rope_theta"]
 
 
+def test_longrope_chooses_frequencies_by_the_longest_sequence(tmp_path: Path) -> None:
+    long, short = [2.0] * 8, [1.5] * 8
+    scaling = {"type": "su", "long_factor": long, "short_factor": short}
+    phi = LLAMA | {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 128}
+    read(tmp_path, phi | {"rope_scaling": scaling})
+    ropes = {max_len: read_hf_config(tmp_path, max_len=max_len).rope for max_len in (None, 129, 128)}
+    assert {max_len: rope.frequency_factors for max_len, rope in ropes.items()} == {
+        None: tuple(long),
+        129: tuple(long),
+        128: tuple(short),
+    }
+    assert {rope.attention_factor for rope in ropes.values()} == {math.sqrt(1 + math.log(4) / math.log(128))}
+    with pytest.raises(CorruptModelError, match="needs a list of numbers long_factor"):
+        read(tmp_path, phi | {"rope_scaling": {**scaling, "long_factor": 2}})
+
+
 def test_the_three_positions_of_an_image_are_one_position_in_text(tmp_path: Path) -> None:
     qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4}
     scaled = read(tmp_path, qwen | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}})
@@ -113,7 +130,6 @@ def test_a_scaling_without_its_factor_is_corrupt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"hidden_act": "quick_gelu"}, "quick_gelu"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from octavo import kernels
 from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES
-from octavo.checkpoint.model_source import load_model_config, resolve_model
+from octavo.checkpoint.model_source import ModelSource, load_model_config, resolve_model
 from octavo.models.decoder import Decoder
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, make_decoder
@@ -63,6 +65,13 @@ _SIGMOID_KEYS: dict[str, Any] = {
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "Llama": ({}, {}),
     "Mistral": ({"sliding_window": 9}, {"llama.attention.sliding_window": 9}),
+    "Ministral3": (
+        {
+            "head_dim": 32,
+            "rope_parameters": _YARN | {"original_max_position_embeddings": 256, "llama_4_scaling_beta": 0.1},
+        },
+        None,
+    ),
     "Qwen2": ({}, {}),
     "Qwen3": ({"head_dim": 32}, {}),
     "Gemma": ({"head_dim": 32, "initializer_range": 0.2}, {}),
@@ -280,7 +289,8 @@ KNOWN_AS = {
     "Gemma3": "Gemma 3 (text)",
     "Olmo2": "OLMo 2",
     "Olmo3": "OLMo 3",
-    "Phi3": "Phi-3",
+    "Phi3": "Phi-3 and 4",
+    "Ministral3": "Ministral 3",
     "Granite": "Granite 3 (dense)",
     "GraniteMoeHybrid": "Granite 4 (attention alone, dense)",
     "Glm": "GLM 4 9B (2024)",
@@ -352,7 +362,38 @@ def test_a_family_has_transformers_logits_in_the_library_and_in_torch(family: st
         model.save_pretrained(tmp_path / "model")
     else:
         write_gguf(tmp_path / "model", model, keys=keys)
-    source = resolve_model(str(tmp_path / "model"))
+    _assert_transformers_logits(resolve_model(str(tmp_path / "model")), model)
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("max_len", [32, 256])
+def test_longrope_takes_the_factors_of_the_longest_sequence(max_len: int, kind: str, tmp_path: Path) -> None:
+    factors = {"short": [1.0 + i / 8 for i in range(6)], "long": [4.0 + i for i in range(6)]}
+    scaling = {f"{kind}_factor": values for kind, values in factors.items()}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "factor": 4.0, **scaling}
+    fields = {"pad_token_id": 0, "original_max_position_embeddings": 64}
+    model = make_model("Phi3", rope_parameters=rope | {"original_max_position_embeddings": 64}, **fields)
+    if kind == "folder":
+        model.save_pretrained(tmp_path / "model")
+    else:
+        keys = {
+            "phi3.rope.dimension_count": 12,
+            "phi3.rope.scaling.original_context_length": 64,
+            "phi3.rope.scaling.attn_factor": model.model.rotary_emb.attention_scaling,
+        }
+        tensors = {f"rope_factors_{kind}.weight": np.array(values, np.float32) for kind, values in factors.items()}
+        write_gguf(tmp_path / "model", model, keys=keys, tensors=tensors)
+    if max_len == 256:  # transformers takes the long factors where a batch is longer, and so for all its sequences
+        rotary = model.model.rotary_emb
+        rotary.inv_freq, rotary.rope_type = _frequencies(factors["long"]), "default"
+    _assert_transformers_logits(replace(resolve_model(str(tmp_path / "model")), max_len=max_len), model)
+
+
+def _frequencies(factors: list[float]) -> torch.Tensor:
+    return 1 / (torch.tensor(factors) * 10000.0 ** (torch.arange(0, 12, 2) / 12))
+
+
+def _assert_transformers_logits(source: ModelSource, model: Any) -> None:
     config = load_model_config(source)
     assert config.runs_natively
     weights = open_weights(source, config)

@@ -92,6 +92,8 @@ class ConfigFields:
         """The RoPE parameters: `rope_parameters` in transformers 5, earlier `rope_scaling` and `rope_theta`."""
         parameters = self.dictionary("rope_scaling", "rope_parameters")
         parameters.setdefault("rope_type", parameters.get("type", "default"))
+        if parameters["rope_type"] in ("su", "yarn") and "short_factor" in parameters:  # older names in Phi-3
+            parameters["rope_type"] = "longrope"
         if parameters["rope_type"] == "mrope":  # a position for each axis of an image, all of which are equal in text
             parameters["rope_type"] = "default"
         parameters.setdefault("rope_theta", self.get("rope_theta", 10000.0))

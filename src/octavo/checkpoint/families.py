@@ -130,7 +130,7 @@ _GRANITE_SCALARS = {
     "logits_scale": Scalar("logits_scaling", "logit_scale", power=-1.0),
 }
 _GEMMA_NAMES = TensorNames({"mlp_norm": "pre_feedforward_layernorm"})
-_GEMMA_DEFAULTS: Mapping[str, Any] = {
+_GEMMA_DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "bos_token_id": 2,
     "eos_token_id": 1,
@@ -217,6 +217,19 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         rotary_interleaved="gguf",
         windowed="always",
         defaults={"num_attention_heads": 32, "num_key_value_heads": 8, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "Ministral3ForCausalLM": NativeArchitecture(
+        model_type="ministral3",
+        gguf_name=None,
+        windowed="always",
+        defaults={
+            "sliding_window": None,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "Qwen2ForCausalLM": NativeArchitecture(
         model_type="qwen2", gguf_name="qwen2", biased="qkv", windowed="by_layer", defaults={"num_key_value_heads": 32}
@@ -583,6 +596,7 @@ _TEXT_MODELS = {
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     **dict.fromkeys(("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "Qwen2ForCausalLM"),
     **dict.fromkeys(("qwen3", "qwen3_vl_text"), "Qwen3ForCausalLM"),
 }

@@ -35,12 +35,15 @@ def tensor_names(file: GGUFFile) -> TensorNames:
     return names
 
 
-def gguf_model_config(file: GGUFFile) -> ModelConfig:
+def gguf_model_config(file: GGUFFile, max_len: int | None = None) -> ModelConfig:
     """Read the architecture of a GGUF file; only the native decoder runs such files.
+
+    Args:
+        max_len: the longest sequence, by which "longrope" chooses frequencies; the model's limit if None.
 
     Raises:
         CorruptModelError: a required key or tensor is missing; the message names it.
-        UnsupportedModelError: an unsupported architecture, or RoPE scaling other than linear.
+        UnsupportedModelError: an unsupported architecture or RoPE scaling.
     """
     stated = file.get("general.architecture")
     name, native = _native(file)
@@ -61,7 +64,8 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
     if embedding is None or len(embedding.shape) != 2:
         raise CorruptModelError(f"{file.path} holds no matrix token_embd.weight")
     windows = _windows(meta, native, num_layers)
-    ropes = _layer_ropes(file, meta, native, rotary_dim, windows)
+    max_position = meta.uniform("context_length")
+    ropes = _layer_ropes(file, meta, native, rotary_dim, windows, max_len or max_position)
     return ModelConfig(
         architecture=name,
         vocab_size=embedding.shape[0],
@@ -72,7 +76,7 @@ def gguf_model_config(file: GGUFFile) -> ModelConfig:
         num_kv_heads=meta.uniform("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         value_dim=meta.uniform("attention.value_length", head_dim),
-        max_position_embeddings=meta.uniform("context_length"),
+        max_position_embeddings=max_position,
         rope=next((rope for rope in reversed(ropes) if rope), RopeConfig(rotary_dim=rotary_dim)),
         norm_eps=meta.get(f"attention.layer_norm{'' if native.layer.norm == 'layer' else '_rms'}_epsilon"),
         hidden_act=native.activation or native.defaults.get("hidden_act", "silu"),
@@ -219,9 +223,14 @@ def _windows(meta: _Keys, native: NativeArchitecture, num_layers: int) -> tuple[
 
 
 def _layer_ropes(
-    file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int, windows: tuple[int | None, ...]
+    file: GGUFFile,
+    meta: _Keys,
+    native: NativeArchitecture,
+    head_dim: int,
+    windows: tuple[int | None, ...],
+    max_len: int,
 ) -> list[RopeConfig | None]:
-    rope = _rope(file, meta, native, head_dim)
+    rope = _rope(file, meta, native, head_dim, max_len)
     if native.unrotated == "full_attention" or (native.unrotated == "full_if_windowed" and any(windows)):
         return [None if window is None else rope for window in windows]
     if native.unrotated == "listed":  # llama.cpp knows no other list either
@@ -232,31 +241,34 @@ def _layer_ropes(
     return [rope if window is None else local for window in windows]
 
 
-def _rope(file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int) -> RopeConfig:
+def _rope(file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int, max_len: int) -> RopeConfig:
     rotary_dim = meta.get("rope.dimension_count", head_dim)
-    if "rope_factors_long.weight" in file.tensors:
-        raise UnsupportedModelError(f"{file.path}: RoPE scaling 'longrope' is not supported in GGUF files")
     if rotary_dim != head_dim and native.partial_rotary is None:
         raise UnsupportedModelError(
             f"{file.path}: {rotary_dim} of {head_dim} dimensions of a head are rotated; only all are supported"
         )
     scaling = meta.get("rope.scaling.type", "none")
-    if scaling not in ("none", "linear", "yarn"):
+    if "rope_factors_long.weight" in file.tensors:
+        scaling = "longrope"
+    elif scaling not in ("none", "linear", "yarn"):
         raise UnsupportedModelError(
             f"{file.path}: RoPE scaling {scaling!r} is not supported in GGUF files (none, linear, yarn); "
             "serve the Hugging Face folder of that model instead"
         )
     factor = float(meta.get("rope.scaling.factor", meta.get("rope.scale_linear", 1.0)))
-    factors = None
-    if "rope_freqs.weight" in file.tensors:
-        factors = tuple(float(value) for value in file.dequantize("rope_freqs.weight").reshape(-1))
+    factors, name, others = None, "rope_freqs.weight", dict[str, Any]()
+    if scaling == "longrope":
+        long = max_len > meta.uniform("rope.scaling.original_context_length")
+        name = f"rope_factors_{'long' if long else 'short'}.weight"
+        others = {"attention_factor": float(meta.get("rope.scaling.attn_factor", 1.0))}
+    if name in file.tensors:
+        factors = tuple(float(value) for value in file.dequantize(name).reshape(-1))
         if len(factors) != rotary_dim // 2:
             raise CorruptModelError(
-                f"{file.path}: rope_freqs.weight holds {len(factors)} factors for {rotary_dim // 2} frequencies"
+                f"{file.path}: {name} holds {len(factors)} factors for {rotary_dim // 2} frequencies"
             )
-    yarn: dict[str, Any] = {}
     if scaling == "yarn":
-        yarn = {
+        others = {
             "beta_fast": float(meta.get("rope.scaling.yarn_beta_fast", 32.0)),
             "beta_slow": float(meta.get("rope.scaling.yarn_beta_slow", 1.0)),
             "truncate": native.yarn_truncates,
@@ -268,8 +280,8 @@ def _rope(file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int
     return RopeConfig(
         theta=float(meta.get("rope.freq_base", 10000.0)),
         rotary_dim=rotary_dim,
-        **yarn,
-        kind=scaling if yarn else "linear" if factor != 1.0 else "default",
+        **others,
+        kind=scaling if scaling in ("yarn", "longrope") else "linear" if factor != 1.0 else "default",
         factor=factor,
         frequency_factors=factors,
     )

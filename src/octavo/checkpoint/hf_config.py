@@ -34,11 +34,12 @@ _MOST_LAYERS = 10_000
 _SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def read_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+def read_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None, max_len: int | None = None) -> ModelConfig:
     """Read the architecture from `folder`/config.json, and the end-of-text ids from generation_config.json.
 
     Args:
         overrides: fields that replace those of config.json; objects are merged.
+        max_len: the longest sequence, by which some RoPE scalings choose frequencies; the model's limit if None.
 
     Raises:
         ModelNotFoundError: there is no config.json.
@@ -49,30 +50,32 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
     raw = read_json(path)
     if raw is None:
         raise ModelNotFoundError(f"{folder} has no config.json: it is not a Hugging Face model folder")
-    return hf_model_config(merged(raw, overrides or {}), path)
+    return hf_model_config(merged(raw, overrides or {}), path, max_len)
 
 
-def hf_model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
+def hf_model_config(raw: dict[str, Any], path: Path, max_len: int | None = None) -> ModelConfig:
     """Return the architecture from a parsed `config.json`; `path` is only used in error messages.
 
     Raises:
         CorruptModelError, UnsupportedModelError: as `read_hf_config`.
     """
     try:
-        return _model_config(raw, path)
+        return _model_config(raw, path, max_len)
     except OctavoError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise CorruptModelError(f"{path} has a field of the wrong type or out of range: {error}") from error
 
 
-def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
+def _model_config(raw: dict[str, Any], path: Path, max_len: int | None) -> ModelConfig:
     folder = path.parent
     architecture = _architecture(raw, path)
     content = {**raw, **(raw.get("text_config") or {})}
     native = NATIVE_ARCHITECTURES.get(text_architecture(architecture, content.get("model_type")))
     fields = ConfigFields(content, str(path), native.defaults if native else {})
-    reason = _why_not_native(fields, architecture, native)
+    max_position = fields.size("max_position_embeddings", default=2048)
+    max_len = max_len or max_position
+    reason = _why_not_native(fields, architecture, native, max_len)
     sizes = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size")
     if native is None and (missing := [key for key in sizes if fields.get(key) is None]):
         raise UnsupportedModelError(
@@ -88,11 +91,10 @@ def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     if num_layers > _MOST_LAYERS:
         raise CorruptModelError(f"{path}: num_hidden_layers must be at most {_MOST_LAYERS}, got {num_layers}")
     windows = layer_windows(fields, native, num_layers)
-    max_position = fields.size("max_position_embeddings", default=2048)
     biased = _biased(fields, native)
     ropes: list[RopeConfig | None] = [RopeConfig(rotary_dim=rotary_dim)] * num_layers
     if reason is None:
-        ropes = layer_ropes(fields, native, rotary_dim, max_position, windows)
+        ropes = layer_ropes(fields, native, rotary_dim, max_position, windows, max_len)
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.size("vocab_size"),
@@ -177,7 +179,9 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
     return name
 
 
-def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchitecture | None) -> str | None:
+def _why_not_native(
+    fields: ConfigFields, architecture: str, native: NativeArchitecture | None, max_len: int
+) -> str | None:
     if native is None:
         return f"the native decoder does not know {architecture}"
     rope = fields.rope()
@@ -185,6 +189,9 @@ def _why_not_native(fields: ConfigFields, architecture: str, native: NativeArchi
         return f"RoPE scaling {rope['rope_type']!r}"
     if any(isinstance(value, dict) for value in rope.values()) and native.local_rope_theta is None:
         return "a RoPE that differs between layers"
+    unscaled = rope.get("original_max_position_embeddings", max_len) if rope.get("llama_4_scaling_beta") else max_len
+    if max_len > unscaled:
+        return f"queries are scaled beyond {unscaled} positions; with --max-model-len {unscaled} it runs natively"
     if native.partial_rotary is None and partial_rotary(fields, rope, 1.0) != 1.0:
         return "a partial rotary factor"
     if (activation := _activation(fields, native)) not in NATIVE_ACTIVATIONS:

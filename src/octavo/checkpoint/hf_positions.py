@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
 from octavo.checkpoint.families import NativeArchitecture
-from octavo.checkpoint.model_config import RopeConfig, yarn_attention_factor
+from octavo.checkpoint.model_config import RopeConfig, longrope_attention_factor, yarn_attention_factor
 from octavo.errors import CorruptModelError
 
 
@@ -48,13 +48,18 @@ def layer_ropes(
     head_dim: int,
     max_position: int,
     windows: tuple[int | None, ...],
+    max_len: int,
 ) -> list[RopeConfig | None]:
-    """Return each layer's rotary embedding, None where it has none; windowed layers may have one of their own."""
+    """Return each layer's rotary embedding, None where it has none; windowed layers may have one of their own.
+
+    Args:
+        max_len: the longest sequence, by which "longrope" chooses frequencies.
+    """
     parameters = fields.rope()
     if native is not None and native.partial_rotary is not None:
         head_dim = int(head_dim * partial_rotary(fields, parameters, native.partial_rotary))
     if native is None or native.local_rope_theta is None:
-        rope = _rope(fields, parameters, head_dim, max_position)
+        rope = _rope(fields, parameters, head_dim, max_position, max_len)
         return [rope if rotates else None for rotates in _rotating(fields, native, windows)]
     both = ("full_attention", "sliding_attention")
     if all(isinstance(parameters.get(kind), dict) for kind in both):
@@ -63,7 +68,7 @@ def layer_ropes(
         everywhere = parameters
         theta = fields.get("rope_local_base_freq", native.local_rope_theta)
         local = {"rope_type": "default", "rope_theta": theta}
-    full, windowed = (_rope(fields, kind, head_dim, max_position) for kind in (everywhere, local))
+    full, windowed = (_rope(fields, kind, head_dim, max_position, max_len) for kind in (everywhere, local))
     return [full if window is None else windowed for window in windows]
 
 
@@ -84,7 +89,9 @@ def _rotating(fields: ConfigFields, native: NativeArchitecture | None, windows: 
     return [bool(rotates) for rotates in listed]
 
 
-def _rope(fields: ConfigFields, parameters: dict[str, Any], head_dim: int, max_position: int) -> RopeConfig:
+def _rope(
+    fields: ConfigFields, parameters: dict[str, Any], head_dim: int, max_position: int, max_len: int
+) -> RopeConfig:
     kind = parameters["rope_type"]
     values: dict[str, Any] = {"theta": float(parameters["rope_theta"]), "rotary_dim": head_dim, "kind": kind}
     factors = ("factor", "low_freq_factor", "high_freq_factor")
@@ -95,13 +102,27 @@ def _rope(fields: ConfigFields, parameters: dict[str, Any], head_dim: int, max_p
         values[key] = float(parameters[key])
     if kind == "yarn":
         values |= _yarn(parameters, values["factor"])
-    if kind in ("llama3", "yarn"):
+    if kind in ("llama3", "yarn", "longrope"):
         # transformers prefers the outer key where both are given.
         outer = fields.get("original_max_position_embeddings")
         values["original_max_position"] = int(
             outer or parameters.get("original_max_position_embeddings") or max_position
         )
+    if kind == "longrope":
+        values |= _longrope(fields, parameters, values["original_max_position"], max_position, max_len)
     return RopeConfig(**values)
+
+
+def _longrope(
+    fields: ConfigFields, parameters: dict[str, Any], original: int, max_position: int, max_len: int
+) -> dict[str, Any]:
+    key = "long_factor" if max_len > original else "short_factor"
+    factors, stated = parameters.get(key), parameters.get("attention_factor")
+    if not isinstance(factors, list) or not all(isinstance(each, int | float) for each in factors):
+        raise CorruptModelError(f"{fields.source}: RoPE scaling 'longrope' needs a list of numbers {key}")
+    if stated is None:
+        stated = longrope_attention_factor(float(parameters.get("factor") or max_position / original), original)
+    return {"frequency_factors": tuple(map(float, factors)), "attention_factor": float(stated)}
 
 
 def _yarn(parameters: dict[str, Any], factor: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Literal
 from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import UnsupportedModelError
 
-NATIVE_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+NATIVE_ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 NATIVE_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "clamped_swiglu")
 
 
@@ -149,11 +149,13 @@ class RopeConfig:
     Attributes:
         theta: base of the frequencies.
         rotary_dim: leading dimensions of each head that are rotated (all of them in the Llama family).
-        kind: "default", "linear", "llama3" (Llama 3.1's piecewise scaling) or "yarn" (Peng et al. 2023).
+        kind: "default", "linear", "llama3" (Llama 3.1's piecewise scaling), "yarn" (Peng et al. 2023) or
+            "longrope".
         beta_fast, beta_slow, truncate: of "yarn": rotations within the original context above which frequencies stay,
             and below which they are divided by `factor`; whether what lies between begins and ends at whole dimensions.
         attention_factor: what cosines and sines are multiplied by.
-        frequency_factors: per-frequency divisors, as Llama 3 GGUF files carry them (`rope_freqs`); overrides `kind`.
+        frequency_factors: per-frequency divisors, of "longrope" (LongRoPE, Ding et al. 2024) and as Llama 3 GGUF files
+            carry them (`rope_freqs`); overrides `kind`.
     """
 
     theta: float = 10000.0
@@ -172,6 +174,11 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.kind not in NATIVE_ROPE_KINDS:
             raise UnsupportedModelError(f"RoPE scaling {self.kind!r} is not supported ({', '.join(NATIVE_ROPE_KINDS)})")
+
+
+def longrope_attention_factor(factor: float, original_max_position: int) -> float:
+    """Return what cosines and sines are multiplied by in a context `factor` times as long (Ding et al. 2024)."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_max_position)) if factor > 1 else 1.0
 
 
 def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:

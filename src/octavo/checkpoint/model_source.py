@@ -48,6 +48,7 @@ class ModelSource:
         sampling: sampling defaults that its authors recommend elsewhere than in a generation_config.json.
         overrides: fields that replace those of its config.json.
         through_transformers: whether transformers runs it even if the native decoder could.
+        max_len: the longest sequence, by which some RoPE scalings choose frequencies; the model's limit if None.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ModelSource:
     sampling: Mapping[str, Any] = field(default_factory=dict, compare=False)
     overrides: Mapping[str, Any] = field(default_factory=dict, compare=False)
     through_transformers: bool = False
+    max_len: int | None = None
 
     def beside(self, name: str) -> Path:
         """Return the path of a file that belongs to the model: in its folder, or next to its GGUF file."""
@@ -80,7 +82,12 @@ def model_of(config: EngineConfig) -> ModelSource:
             raise ConfigError(f"{option} is for Hugging Face folders, and {source.path} is a GGUF file")
     elif config.load_format == "gguf":
         raise ConfigError(f"load_format is 'gguf', but {source.path} is a Hugging Face folder")
-    source = replace(source, overrides=overrides, through_transformers=config.model_impl == "transformers")
+    source = replace(
+        source,
+        overrides=overrides,
+        through_transformers=config.model_impl == "transformers",
+        max_len=config.max_model_len,
+    )
     wanted, stored = config.quantization, stored_format(source)
     if wanted in CHECKPOINT_FORMATS and wanted != stored:
         held = "floats" if stored == "none" else f"weights in {stored}"
@@ -167,8 +174,8 @@ def load_model_config(model: str | Path | ModelSource) -> ModelConfig:
         from octavo.checkpoint.gguf_config import gguf_model_config
         from octavo.checkpoint.gguf_file import GGUFFile
 
-        return gguf_model_config(GGUFFile(source.path))
-    config = read_hf_config(source.path, source.overrides)
+        return gguf_model_config(GGUFFile(source.path), source.max_len)
+    config = read_hf_config(source.path, source.overrides, source.max_len)
     if source.through_transformers and config.runs_natively:
         return replace(config, transformers_reason="--model-impl transformers")
     return config

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo import kernels
+from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelSource, load_model_config, model_fingerprint, model_of
 from octavo.config import EngineConfig
 from octavo.engine.core import EngineCore
@@ -94,14 +95,19 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
     return core
 
 
+def _depends_on_length(model: ModelConfig) -> bool:
+    """Whether keys may depend on the longest sequence."""
+    return not model.runs_natively or any(rope and rope.kind == "longrope" for rope in model.layer_ropes)
+
+
 def _identity(config: EngineConfig, source: ModelSource, runner: ModelRunner, facts: RunnerFacts) -> tuple[str, ...]:
     """Return what a block's bytes depend on, except its tokens."""
     # Products in another dtype, and quantised ones, which round activations, give other keys and values.
     return (
         model_fingerprint(Path(source.path)),
         *([str(config.hf_overrides)] if config.hf_overrides else []),
-        # By which transformers' "longrope" and "dynamic" choose frequencies.
-        *([] if load_model_config(source).runs_natively else [str(facts.max_model_len)]),
+        # By which "longrope" and transformers' "dynamic" choose frequencies.
+        *([str(facts.max_model_len)] if _depends_on_length(load_model_config(source)) else []),
         dtype_name(runner.model.dtype),
         facts.spec.dtype,
         config.quantization,
