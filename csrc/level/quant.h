@@ -145,23 +145,6 @@ constexpr int32_t kSmallestSize = (127 - 90) << 23;  // 2^-90: blocks below are 
                                                      // scale is not finite
 inline bool is_usual_size(int32_t size) { return size >= kSmallestSize && size < kInfiniteSize; }
 
-// sums[r] of quants [count units][R rows], with four quants to a unit.
-template <int R> inline void sum_quants(const uint32_t* units, int count, int32_t (&sums)[R]) {
-    if constexpr (R == 8) {
-        U16 even_and_odd = U16::zero();
-        for (int u = 0; u < count; u += 2)
-            even_and_odd = dot_bytes(even_and_odd, U16::set1(0x01010101), U16::load(units + u * R));
-        int32_t lanes[16];
-        store(even_and_odd, lanes);
-        for (int r = 0; r < R; ++r) sums[r] = lanes[r] + lanes[r + 8];
-    } else {
-        for (int r = 0; r < R; ++r) sums[r] = 0;
-        for (int u = 0; u < count; ++u)
-            for (int r = 0; r < R; ++r)
-                for (int byte = 0; byte < 32; byte += 8) sums[r] += static_cast<int8_t>(units[u * R + r] >> byte);
-    }
-}
-
 constexpr int kQuantChunk = 16;  // blocks whose scales are computed together: vectors of divisions, not one by one
 
 // The scales of `count` blocks from the bits of their largest magnitudes, and what to multiply the blocks by. The scale
@@ -222,6 +205,31 @@ int append_remainders(const char* const* bytes, int units, const QuantRows& to) 
     return to.remainders[0] = count;
 }
 
+// Sums the quants of a group of R rows, at the end: a load of sixteen lanes waits until the narrower stores of them
+// have reached the cache. No load reaches beyond the group's room, where another thread may write.
+template <int R> void sum_quants(const QuantLayout& layout, int sections, const QuantRows& to) {
+    const int parts = layout.scales_per_section(), units = 8 / parts;
+    for (int first = 0; first < sections; first += kQuantChunk) {
+        const int chunk = min(sections - first, kQuantChunk), count = chunk * 8 * R;
+        alignas(64) int32_t quads[kQuantChunk * 8 * R + 15];  // sums of four
+        for (int i = 0; i < count; i += 16) {
+            const int at = i + 16 <= count || count < 16 ? i : count - 16;
+            store(dot_small(U16::zero(), U16::set1(0x01010101), U16::load(to.quants + first * 8 * R + at)), quads + at);
+        }
+        for (int part = 0; part < chunk * parts; ++part) {
+            U16 sum = U16::zero();
+            for (int u = 0; u < units; ++u) sum = sum + U16::load(quads + (part * units + u) * R);
+            alignas(64) int32_t lanes[16];
+            store(sum, lanes);
+            const float* scales = to.scales + (first + part / parts) * R;
+            for (int r = 0; r < R; ++r)
+                to.sums[(first * parts + part) * R + r] = layout.has_minimums()
+                                                              ? float_bits(static_cast<float>(lanes[r]) * scales[r])
+                                                              : static_cast<uint32_t>(-layout.zero * lanes[r]);
+        }
+    }
+}
+
 // Quantises a group of R rows.
 template <Storage S, int R>
 void quantise_group(const QuantLayout& layout, const char* const* bytes, int width, const QuantRows& to) {
@@ -254,16 +262,7 @@ void quantise_group(const QuantLayout& layout, const char* const* bytes, int wid
         }
     }
     const int sections = width / 32 + append_remainders<S, R>(bytes, width / 32, to);
-    // Summed at the end: a load of sixteen lanes waits until the narrower stores of them have reached the cache.
-    const int parts = layout.scales_per_section(), units = 8 / parts;
-    for (int part = 0; part < sections * parts; ++part) {
-        int32_t sums[R];
-        sum_quants(to.quants + int64_t{part} * units * R, units, sums);
-        for (int r = 0; r < R; ++r)
-            to.sums[part * R + r] =
-                layout.has_minimums() ? float_bits(static_cast<float>(sums[r]) * to.scales[part / parts * R + r])
-                                      : static_cast<uint32_t>(-layout.zero * sums[r]);
-    }
+    sum_quants<R>(layout, sections, to);
 }
 template <Storage S>
 void quantise_rows(const QuantLayout& layout, const char* const* rows, int count, int width, const QuantRows& to) {
