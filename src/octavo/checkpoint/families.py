@@ -7,107 +7,12 @@ Everything that runs a model reads the resulting `ModelConfig` and knows no fami
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from octavo.checkpoint.model_config import LayerDescription
+from octavo.checkpoint.native_architecture import Experts, NativeArchitecture, Scalar
 from octavo.checkpoint.tensor_names import TensorNames
-
-
-class Scalar(NamedTuple):
-    """A number of a family's own: its keys in `config.json` and in GGUF's metadata, the power to which it is raised,
-    and the number where `config.json` has no such key."""
-
-    hf_key: str
-    gguf_key: str = ""
-    power: float = 1.0
-    default: float | None = None
-
-
-class Experts(NamedTuple):
-    """A family's mixture of experts.
-
-    Attributes:
-        width: the key of an expert's intermediate size in `config.json`.
-        default_*: what a configuration means that does not mention a size.
-        normalised: see `ExpertsConfig`; None if `norm_topk_prob` decides it, and in GGUF files `gguf_normalised`.
-        bias: whether router and experts have biases.
-        shared_width: the key of the shared expert's intermediate size, if there is one; it has a gate.
-        scoring, corrected: see `ExpertsConfig`.
-        deepseek: whether the configuration states groups, a factor of the weights, shared experts of the same width
-            without a gate, and dense layers, under DeepSeek's keys.
-    """
-
-    width: str
-    default_count: int
-    default_active: int
-    normalised: bool | None = True
-    gguf_normalised: bool = True
-    bias: bool = False
-    shared_width: str = ""
-    default_width: int | None = None
-    default_shared_width: int | None = None
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    corrected: bool = False
-    deepseek: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeArchitecture:
-    """An architecture that the native decoder runs.
-
-    Attributes:
-        model_type, gguf_name: what `config.json` and GGUF's `general.architecture` call it; None: its GGUF files are
-            not supported.
-        biased: the projections that carry a bias whatever the configuration says ("qkv", "mlp" or none).
-        bias_option: the projections of attention to which `attention_bias` or `use_bias` gives one.
-        mlp_bias_option: the key that gives the MLP's projections one; None: they have none.
-        rotary_interleaved: the files whose rows of q and k are ordered for interleaved rotation: "gguf", "both" kinds,
-            or "none".
-        qkv_by_head: see `ModelConfig`; of Hugging Face's files.
-        windowed: "always" (every layer, by `sliding_window`), "by_layer" (Qwen's rules), "never", or a number n: all
-            but every n-th layer, unless the configuration has `layer_types`.
-        unrotated: layers without rotary embedding: "listed" (`no_rope_layers`, or every fourth), "full_attention",
-            "full_if_windowed" (the same where others have a window), or "unstated" (all, unless the configuration's
-            `position_embedding_type` is "rope").
-        mlp_width: the key of the MLP's intermediate size.
-        partial_rotary: the part of a head that rotates if `partial_rotary_factor` says nothing else; None: all of it,
-            and the factor is not one of this family's.
-        latent: whether keys and values are projected from a latent, see `LatentConfig`.
-        experts: the mixture of experts in each layer, if there is one.
-        activation: of the MLP, whatever the configuration says; see `NATIVE_ACTIVATIONS`.
-        yarn_truncates: see `RopeConfig.truncate`; of GGUF files, which do not say it.
-        scalars: fields of `ModelConfig` that the configuration sets by numbers of the family's own.
-        local_rope_theta: base of the frequencies in windowed layers, if they have their own.
-        scales_embedding: whether embeddings are multiplied by the root of their width.
-        head_dim_scaled_layers: in GGUF files, the number of layers of the one model whose attention is scaled by
-            hidden_size / num_heads instead of head_dim.
-        defaults: what `config.json` means where it does not mention a key, if not what Llama's means.
-    """
-
-    model_type: str
-    gguf_name: str | None
-    layer: LayerDescription = field(default_factory=LayerDescription)
-    names: TensorNames = field(default_factory=TensorNames)
-    biased: Literal["qkv", "mlp", "none"] = "none"
-    bias_option: Literal["qkv", "all", "none"] = "none"
-    mlp_bias_option: str | None = None
-    rotary_interleaved: Literal["gguf", "both", "none"] = "none"
-    qkv_by_head: bool = False
-    windowed: Literal["always", "by_layer", "never"] | int = "never"
-    unrotated: Literal["listed", "full_attention", "full_if_windowed", "unstated", "none"] = "none"
-    mlp_width: str = "intermediate_size"
-    partial_rotary: float | None = None
-    latent: bool = False
-    experts: Experts | None = None
-    activation: str | None = None
-    yarn_truncates: bool = True
-    scalars: Mapping[str, Scalar] = field(default_factory=dict)
-    local_rope_theta: float | None = None
-    scales_embedding: bool = False
-    head_dim_scaled_layers: int | None = None
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
 
 # Mixtures of experts that call their parts as Mixtral does.
 _MIXTRAL_NAMES = {
@@ -138,9 +43,7 @@ _GEMMA_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 _LATENT_NAMES = TensorNames(_DEEPSEEK_NAMES, fused=frozenset(("kv_b",)))
-_SIGMOID_EXPERTS = Experts(
-    "moe_intermediate_size", 256, 8, None, default_width=2048, scoring="sigmoid", corrected=True, deepseek=True
-)
+_SIGMOID_EXPERTS = Experts("moe_intermediate_size", None, scoring="sigmoid", corrected=True, deepseek=True)
 _DEEPSEEK_V3 = NativeArchitecture(
     model_type="deepseek_v3",
     gguf_name="deepseek2",
@@ -149,7 +52,13 @@ _DEEPSEEK_V3 = NativeArchitecture(
     rotary_interleaved="both",
     latent=True,
     experts=_SIGMOID_EXPERTS,
-    defaults={"bos_token_id": 0, "eos_token_id": 1},
+    defaults={
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
 )
 _OLMO2 = NativeArchitecture(
     model_type="olmo2",
@@ -198,8 +107,14 @@ _GLM4_MOE = NativeArchitecture(
     names=TensorNames(_DEEPSEEK_NAMES),
     bias_option="qkv",
     partial_rotary=0.5,
-    experts=_SIGMOID_EXPERTS._replace(default_count=128, default_width=1408),
-    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    experts=_SIGMOID_EXPERTS,
+    defaults={
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+    },
 )
 
 NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
@@ -469,8 +384,10 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         names=TensorNames(_MIXTRAL_NAMES),
         rotary_interleaved="gguf",
         windowed="always",
-        experts=Experts("intermediate_size", 8, 2),
+        experts=Experts("intermediate_size"),
         defaults={
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
             "sliding_window": None,
             "rope_theta": 1e6,
             "num_key_value_heads": 8,
@@ -485,8 +402,10 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         layer=LayerDescription(qk_norm="projection"),
         names=TensorNames(_MIXTRAL_NAMES | {"router_correction": "block_sparse_moe.e_score_correction"}),
         partial_rotary=1.0,
-        experts=Experts("intermediate_size", 256, 8, scoring="sigmoid", corrected=True),
+        experts=Experts("intermediate_size", scoring="sigmoid", corrected=True),
         defaults={
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
             "rope_theta": 5e6,
             "num_key_value_heads": 8,
             "head_dim": 128,
@@ -499,10 +418,15 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         gguf_name="qwen2moe",
         bias_option="qkv",
         windowed="by_layer",
-        experts=Experts(
-            "moe_intermediate_size", 60, 4, None, False, False, "shared_expert_intermediate_size", 1408, 5632
-        ),
-        defaults={"num_key_value_heads": 16, "attention_bias": True},
+        experts=Experts("moe_intermediate_size", None, False, shared_width="shared_expert_intermediate_size"),
+        defaults={
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_key_value_heads": 16,
+            "attention_bias": True,
+        },
     ),
     "Qwen3MoeForCausalLM": NativeArchitecture(
         model_type="qwen3_moe",
@@ -510,16 +434,22 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         layer=LayerDescription(qk_norm="head"),
         bias_option="all",
         windowed="always",
-        experts=Experts("moe_intermediate_size", 128, 8, None, default_width=768),
-        defaults={"sliding_window": None, "num_key_value_heads": 4},
+        experts=Experts("moe_intermediate_size", None),
+        defaults={
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "sliding_window": None,
+            "num_key_value_heads": 4,
+        },
     ),
     "OlmoeForCausalLM": NativeArchitecture(
         model_type="olmoe",
         gguf_name="olmoe",
         layer=LayerDescription(qk_norm="projection"),
         bias_option="all",
-        experts=Experts("intermediate_size", 64, 8, None, False),
-        defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279},
+        experts=Experts("intermediate_size", None, False),
+        defaults={"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
     ),
     "GptOssForCausalLM": NativeArchitecture(
         model_type="gpt_oss",
@@ -535,10 +465,17 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         ),
         bias_option="all",
         windowed=2,
-        experts=Experts("intermediate_size", 128, 4, bias=True),
+        experts=Experts("intermediate_size", bias=True),
         activation="clamped_swiglu",
         yarn_truncates=False,
-        defaults={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True},
+        defaults={
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+        },
     ),
     "GraniteMoeForCausalLM": NativeArchitecture(
         model_type="granitemoe",
@@ -546,9 +483,9 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         names=TensorNames(_GRANITE_MOE_NAMES),
         bias_option="all",
         rotary_interleaved="gguf",
-        experts=Experts("intermediate_size", 8, 2),
+        experts=Experts("intermediate_size"),
         scalars=_GRANITE_SCALARS,
-        defaults={"bos_token_id": 1, "eos_token_id": 2},
+        defaults={"num_experts": 8, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "DeepseekV2ForCausalLM": NativeArchitecture(
         model_type="deepseek_v2",
@@ -558,8 +495,14 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         mlp_bias_option="mlp_bias",
         rotary_interleaved="both",
         latent=True,
-        experts=Experts("moe_intermediate_size", 64, 6, False, False, default_width=1407, deepseek=True),
-        defaults={"bos_token_id": 1, "eos_token_id": 2},
+        experts=Experts("moe_intermediate_size", False, False, deepseek=True),
+        defaults={
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1407,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
     "Glm4MoeForCausalLM": _GLM4_MOE,
@@ -580,8 +523,13 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
     "Glm4MoeLiteForCausalLM": replace(
         _DEEPSEEK_V3,
         model_type="glm4_moe_lite",
-        experts=_SIGMOID_EXPERTS._replace(default_count=64, default_active=4, default_width=1536),
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={
+            **_DEEPSEEK_V3.defaults,
+            "num_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "rms_norm_eps": 1e-5,
+        },
     ),
 }
 

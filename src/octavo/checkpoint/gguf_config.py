@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 
 from octavo.checkpoint.config_fields import uniform_size
-from octavo.checkpoint.families import GGUF_TEXT_MODELS, NATIVE_ARCHITECTURES, NativeArchitecture
+from octavo.checkpoint.families import GGUF_TEXT_MODELS, NATIVE_ARCHITECTURES
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.model_config import (
     ExpertsConfig,
@@ -19,6 +19,7 @@ from octavo.checkpoint.model_config import (
     RopeConfig,
     yarn_attention_factor,
 )
+from octavo.checkpoint.native_architecture import NativeArchitecture
 from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import CorruptModelError, UnsupportedModelError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
-from octavo.checkpoint.families import NATIVE_ARCHITECTURES, NativeArchitecture, text_architecture
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES, text_architecture
 from octavo.checkpoint.hf_positions import layer_ropes, layer_windows, partial_rotary
 from octavo.checkpoint.kv_cache_scheme import kv_cache_scheme_dtype, only_kv_cache_scheme
 from octavo.checkpoint.model_config import (
@@ -25,6 +25,7 @@ from octavo.checkpoint.model_config import (
     RopeConfig,
     yarn_attention_factor,
 )
+from octavo.checkpoint.native_architecture import NativeArchitecture
 from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import CorruptModelError, ModelNotFoundError, OctavoError, UnsupportedModelError, shown
 
@@ -321,15 +322,15 @@ def _experts(fields: ConfigFields, native: NativeArchitecture | None, num_layers
         return None
     family = native.experts
     stated, shared_width = bool(fields.get("norm_topk_prob", family.deepseek)), 0
-    width = fields.size(family.width, family.default_width)
+    width = fields.size(family.width)
     if family.shared_width:
-        shared_width = fields.size(family.shared_width, family.default_shared_width)
+        shared_width = fields.size(family.shared_width)
     if family.deepseek:
         shared_width = width * fields.size("n_shared_experts", 1, minimum=0)
     grouped = family.deepseek and fields.get("topk_method") != "greedy"
     return ExpertsConfig(
-        count=fields.size("num_experts", family.default_count),
-        active=fields.size("num_experts_per_tok", family.default_active),
+        count=fields.size("num_experts"),
+        active=fields.size("num_experts_per_tok"),
         intermediate_size=width,
         bias=family.bias,
         scoring=family.scoring,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
-from octavo.checkpoint.families import NativeArchitecture
 from octavo.checkpoint.model_config import RopeConfig, longrope_attention_factor, yarn_attention_factor
+from octavo.checkpoint.native_architecture import NativeArchitecture
 from octavo.errors import CorruptModelError
 
 
