@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,19 +13,10 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.storage.arena import KVArena
 from tests.attention.batches import PagedSequences, set_scales
-from tests.levels import LEVELS
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
 
 CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "k8v4", "int4")
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.isa()
-    kernels.force_isa(request.param)
-    yield request.param
-    kernels.force_isa(before)
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from octavo.storage.arena import KVArena
 from octavo.storage.codec import CODECS
 from octavo.storage.recent_kv import RecentKV
 from tests.attention.batches import PagedSequences
-from tests.levels import LEVELS
 
 SIZE = 16
 
@@ -89,14 +87,6 @@ def test_a_sliding_window_ends_what_is_read_of_the_copies_too() -> None:
 
 
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="the C++ kernels are not compiled")
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = kernels.isa()
-    kernels.force_isa(request.param)
-    yield request.param
-    kernels.force_isa(before)
 
 
 @pytest.mark.slow

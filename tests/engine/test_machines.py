@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -89,7 +90,6 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 @pytest.mark.parametrize(
     ("family", "ranks", "sizes"),
     [
-        pytest.param("Llama", 2, SIZES, id="Llama, uneven"),
         pytest.param("Llama", 4, {**FOUR, "num_key_value_heads": 2}, id="two ranks each, replicated KV heads"),
         pytest.param("Qwen3Moe", 2, {**SIZES, **MIXTURE}, id="a mixture"),
     ],
@@ -109,22 +109,14 @@ def test_machines_give_the_bits_of_one_rank(tmp_path: Path, family: str, ranks: 
         assert "machine 1 has ended: another machine is lost" in other.stderr.read()
 
 
-def test_a_machine_that_dies_ends_what_runs_and_another_takes_its_place(pair: Pair) -> None:
-    expected = ask(pair.llm)
-    pair.other.kill()
-    pair.other.wait()
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_machine_that_dies_or_stops_ends_what_runs_and_another_takes_its_place(pair: Pair, how: int) -> None:
+    with LLM(str(pair.model), **OPTIONS) as llm:
+        expected = ask(llm)
+    assert ask(pair.llm) == expected, "heads that two machines divide unevenly"
+    pair.other.send_signal(how)
     with second(pair.model, pair.options):
-        assert ask(pair.llm).startswith("another machine is lost: ")  # reset, closed, or a broken pipe
-        assert ask(pair.llm) == expected
-
-
-def test_a_machine_that_stops_is_given_up(pair: Pair) -> None:
-    expected = ask(pair.llm)
-    pair.other.send_signal(19)
-    began = time.monotonic()
-    with second(pair.model, pair.options):
-        assert ask(pair.llm).startswith("another machine is lost: ")
-        assert time.monotonic() - began < 60
+        assert ask(pair.llm).startswith("another machine is lost: ")  # reset, closed, a broken pipe, or silent
         assert ask(pair.llm) == expected
 
 
@@ -136,7 +128,7 @@ def test_a_lost_machine_is_noticed_while_nothing_runs(tmp_path: Path, monkeypatc
     with second(tmp_path, options) as other, LLM(str(tmp_path), **options) as llm:
         group = runner_of(llm.core)._ranks
         assert group is not None
-        other.send_signal(19)
+        other.send_signal(signal.SIGSTOP)
         until = time.monotonic() + 30
         while not group.failure and time.monotonic() < until:
             time.sleep(0.05)
