@@ -63,39 +63,20 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         **LIMITS, prefix_cache=st.sampled_from(PREFIX_CACHES), eviction=st.sampled_from(sorted(EVICTION_POLICIES))
     )
-    def build(
-        self,
-        num_blocks: int,
-        block_size: int,
-        layers: tuple,
-        prefix_cache: str | None,
-        eviction: str,
-        num_host_blocks: int,
-        num_prefix_blocks: int,
-        demotion: str,
-        pin_tenant_share: float,
-        dtype: str = "float32",
-    ) -> None:
+    def build(self, prefix_cache: str | None, num_prefix_blocks: int, **limits: Any) -> None:
         self.clock = Clock()
         self.manager = make_manager(
-            num_blocks,
-            block_size,
-            layers,
-            prefix_cache is not None,
-            prefix_cache or "",
-            eviction,
+            **limits,
+            prefix_caching=prefix_cache is not None,
+            prefix_cache=prefix_cache or "",
+            num_prefix_blocks=num_prefix_blocks if prefix_cache else 0,
             pin_budget=0.5,
             clock=self.clock,
-            num_host_blocks=num_host_blocks,
-            num_prefix_blocks=num_prefix_blocks if prefix_cache else 0,
-            demotion=demotion,
-            pin_tenant_share=pin_tenant_share,
-            dtype=dtype,
             logs_events=True,
         )
-        self.index = EventIndex(block_size)
+        self.block_size: int = limits["block_size"]
+        self.index = EventIndex(self.block_size)
         self.pinned: dict[str, tuple[list[int], Request]] = {}
-        self.block_size = block_size
         self.written: dict[tuple[BlockId, int], tuple[int, str, tuple[int, ...]]] = {}
         self.host: dict[tuple[HostBlockId, int], tuple[int, tuple[int, ...]]] = {}
         self.live: list[Sequence] = []

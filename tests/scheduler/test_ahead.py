@@ -191,20 +191,7 @@ def test_any_course_of_steps_ahead_reads_what_was_computed_and_leaks_nothing(
 ) -> None:
     """The state machine that drives the scheduler in general, where nothing but room stands in the way."""
     machine = SchedulerMachine()
-    machine.build(
-        **limits,
-        prefix_cache="hashed",
-        eviction="lru",
-        budget=64,
-        pin_budget=0.25,
-        pin_tenant_share=1.0,
-        num_host_blocks=4,
-        policy="fcfs",
-        headroom=0,
-        itl_slo_ms=None,
-        kv_shares=None,
-        demotion="on_evict",
-    )
+    machine.build(**limits, prefix_cache="hashed", eviction="lru", budget=64, num_host_blocks=4)
     for tokens, max_tokens in requests:
         machine.arrive(tokens, max_tokens, 1, 0, None, 0.0, "", None, "")
     while machine.scheduler.has_work:

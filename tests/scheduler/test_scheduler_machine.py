@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -63,6 +63,17 @@ POLICIES: dict[str, Any] = {
     "mode": st.sampled_from(["swap", "auto", "recompute"]),
     "policy": st.sampled_from(["fcfs", "fcfs", "priority", "vtc"]),
 }
+# What a machine has that chooses nothing else.
+PLAIN: dict[str, Any] = {
+    "num_blocks": 12, "block_size": 4, "layers": (FULL,), "dtype": "float32", "prefix_cache": None, "eviction": "fifo",
+    "pin_budget": 0.25, "pin_tenant_share": 0.5, "num_host_blocks": 0, "num_prefix_blocks": 0, "demotion": "on_evict",
+    "max_num_seqs": 6, "budget": 24, "headroom": 0, "itl_slo_ms": None, "kv_shares": None, "mode": "recompute",
+    "policy": "fcfs",
+}  # fmt: skip
+OF_THE_CACHE = (
+    *("num_blocks", "block_size", "layers", "dtype", "eviction", "pin_budget", "pin_tenant_share", "num_host_blocks"),
+    "demotion",
+)
 TENANTS = ("", "ada")
 BUDGETS = [KVBudget(mode=mode, tokens=tokens) for mode in MODES for tokens in (8, 15)]
 
@@ -125,60 +136,36 @@ class SchedulerMachine(RuleBasedStateMachine):
     faults = True
 
     @initialize(**LIMITS, **POLICIES)
-    def build(
-        self,
-        num_blocks: int,
-        block_size: int,
-        layers: tuple,
-        prefix_cache: str | None,
-        eviction: str,
-        max_num_seqs: int,
-        budget: int,
-        pin_budget: float,
-        pin_tenant_share: float,
-        num_host_blocks: int,
-        mode: Literal["auto", "recompute", "swap"],
-        policy: Literal["fcfs", "priority", "vtc"],
-        headroom: int,
-        itl_slo_ms: float | None,
-        kv_shares: tuple[float, float | None, float] | None,
-        num_prefix_blocks: int = 0,
-        demotion: str = "on_evict",
-        dtype: str = "float32",
-    ) -> None:
+    def build(self, **chosen: Any) -> None:
+        has = {**PLAIN, **chosen}
         self.clock = Clock()
-        caching = (prefix_cache is not None, prefix_cache or "", eviction)
         kv = make_manager(
-            num_blocks,
-            block_size,
-            layers,
-            *caching,
-            pin_budget=pin_budget,
-            pin_tenant_share=pin_tenant_share,
+            **{name: has[name] for name in OF_THE_CACHE},
+            prefix_caching=has["prefix_cache"] is not None,
+            prefix_cache=has["prefix_cache"] or "",
+            num_prefix_blocks=has["num_prefix_blocks"] if has["prefix_cache"] else 0,
             clock=self.clock,
-            num_host_blocks=num_host_blocks,
-            num_prefix_blocks=num_prefix_blocks if prefix_cache else 0,
-            demotion=demotion,
-            dtype=dtype,
         )
         # A block out and back costs what three tokens do: some victims are cheaper one way, some the other.
-        speed = Preemption(1.0, 1.5, mode)
+        speed = Preemption(1.0, 1.5, has["mode"])
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_num_seqs,
-                budget,
+                has["max_num_seqs"],
+                has["budget"],
                 max_model_len=40,
-                headroom_tokens=headroom,
-                itl_slo_ms=itl_slo_ms,
+                headroom_tokens=has["headroom"],
+                itl_slo_ms=has["itl_slo_ms"],
             ),
             kv,
-            policy=AgeingPriority(3.0) if policy == "priority" else make_policy(policy),
+            policy=AgeingPriority(3.0) if has["policy"] == "priority" else make_policy(has["policy"]),
             preemption=speed,
-            by_prefix=prefix_cache == "radix",
+            by_prefix=has["prefix_cache"] == "radix",
         )
         self.limits: dict[str, KVLimits] = {}
-        if kv_shares is not None:
-            floor, cap, other = (None if part is None else int(part * (num_blocks - 1)) for part in kv_shares)
+        if has["kv_shares"] is not None:
+            floor, cap, other = (
+                None if part is None else int(part * (has["num_blocks"] - 1)) for part in has["kv_shares"]
+            )
             self.limits = {TENANTS[0]: KVLimits(other or 0), TENANTS[1]: KVLimits(floor or 0, cap)}
             self.scheduler.set_limits(self.limits)
         self.requests: list[Request] = []
@@ -632,7 +619,7 @@ TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
 
 def test_a_claim_that_its_victims_blocks_do_not_satisfy_preempts_nobody() -> None:
     """Two beams kept their blocks, a third was preempted in every other step for a request that never fitted."""
-    machine = make_machine(num_blocks=12, block_size=4, layers=(FULL,), budget=4, headroom=0)
+    machine = _MachineByHand(budget=4, policy="vtc")
     machine.find(prompt=12, max_tokens=1, width=1)
     machine.arrive([0] * 25, 1, 2, 1, None, 0.0, "", None, "ada")
     machine.find(prompt=6, max_tokens=12, width=2)
@@ -642,7 +629,7 @@ def test_a_claim_that_its_victims_blocks_do_not_satisfy_preempts_nobody() -> Non
 
 def test_a_newcomer_leaves_a_sliding_window_the_blocks_that_fill_it() -> None:
     """A beam and a sample admitted each other away: nothing was kept for the rest of their windows."""
-    machine = make_machine(num_blocks=12, block_size=1, layers=(sliding(5),), budget=24, headroom=3)
+    machine = _MachineByHand(block_size=1, layers=(sliding(5),), headroom=3, policy="vtc")
     machine.find(prompt=1, max_tokens=6, width=3)
     machine.arrive([0] * 4, 3, 2, 0, None, 0.0, "", None, "ada")
     machine.teardown()
@@ -650,53 +637,16 @@ def test_a_newcomer_leaves_a_sliding_window_the_blocks_that_fill_it() -> None:
 
 def test_a_resumption_without_loads_leaves_the_loads_of_another_planned() -> None:
     """The other's slot was let go before the step had taken the load, and then counted as kept for ever."""
-    machine = SchedulerMachine()
-    machine.build(
-        num_blocks=13,
-        block_size=1,
-        layers=(FULL,),
-        dtype="float32",
-        prefix_cache="hashed",
-        eviction="adaptive",
-        max_num_seqs=3,
-        budget=3,
-        pin_budget=0.25,
-        pin_tenant_share=0.5,
-        num_host_blocks=1,
-        num_prefix_blocks=0,
-        demotion="on_evict",
-        mode="swap",
-        policy="fcfs",
-        headroom=0,
-        itl_slo_ms=None,
-        kv_shares=None,
-    )
+    cache = {"num_blocks": 13, "block_size": 1, "prefix_cache": "hashed", "eviction": "adaptive", "num_host_blocks": 1}
+    machine = _MachineByHand(**cache, max_num_seqs=3, budget=3, mode="swap")
     machine.crowd(count=5, n=1, steps=3, tokens=[0])
     machine.teardown()
 
 
 class _MachineByHand(SchedulerMachine):
+    def __init__(self, **chosen: Any) -> None:
+        super().__init__()
+        self.build(**chosen)
+
     def find(self, prompt: int, max_tokens: int, width: int) -> None:
         self.search([0] * prompt, max_tokens, width, 0, 1.0, "never", None)
-
-
-def make_machine(num_blocks: int, block_size: int, layers: tuple, budget: int, headroom: int) -> _MachineByHand:
-    machine = _MachineByHand()
-    machine.build(
-        num_blocks,
-        block_size,
-        layers,
-        prefix_cache=None,
-        eviction="fifo",
-        max_num_seqs=6,
-        budget=budget,
-        pin_budget=0.25,
-        pin_tenant_share=0.5,
-        num_host_blocks=0,
-        mode="recompute",
-        policy="vtc",
-        headroom=headroom,
-        itl_slo_ms=None,
-        kv_shares=None,
-    )
-    return machine
