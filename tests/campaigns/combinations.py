@@ -35,6 +35,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import CompletionOutput, RequestOutput
 from octavo.errors import CapacityError, ConfigError, RequestError
 from octavo.models.kv_scale_file import Origin, path_beside, write_scales
+from octavo.observe.stats import EngineStats
 from octavo.pooling import Pooling
 from octavo.request import FinishReason, PinRequest, Request, RequestContext
 from tests.conftest import assert_idle
@@ -370,6 +371,7 @@ def play_engine(
     assert_idle(core)
     if core.stats.num_failed_steps:
         wrong.append(f"{core.stats.num_failed_steps} steps failed")
+    wrong += wrong_counts(core.stats, outputs["at once"], asked)
     outputs["disturbed"], num_faults = answer_disturbed(llm, [each.request(llm, **more(each)) for each in asked], rng)
     assert_idle(core)
     core.set_kv_limits(limits)
@@ -387,6 +389,20 @@ def play_engine(
             if is_wrong(output, each):
                 wrong.append(f"{how}, {each}: {answer(output)}, {output.cached_by_tier}")
     return wrong
+
+
+def wrong_counts(stats: EngineStats, outputs: list[RequestOutput], asked: list[Asked]) -> list[str]:
+    """Return what an engine's counters say otherwise than all its outputs."""
+    num_prompt_tokens = sum(len(each.prompt) for each in asked)
+    expected = {
+        "prompt_tokens": num_prompt_tokens,
+        "prefix_cache_queries": num_prompt_tokens,
+        "prefix_cache_hits": sum(output.num_cached_tokens for output in outputs),
+    }
+    if not any(each.params.chooses or "pooling" in each.context for each in asked):
+        expected["generation_tokens"] = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    counted = {name: getattr(stats, name) for name in expected}
+    return [] if counted == expected else [f"counted {counted} instead of {expected}"]
 
 
 def write_model(folder: Path, family: str) -> None:

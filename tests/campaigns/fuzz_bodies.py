@@ -33,6 +33,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from benchmarks import this_machine
+from octavo.dialect.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from tests.campaigns.attacks import write_model
 from tests.campaigns.fuzz_fields import STORED_ITEM, STORED_RESPONSE, WEIGHTS, make_body
 from tests.campaigns.fuzz_streams import STREAMED, difference, twins
@@ -47,8 +48,8 @@ MOST_SECONDS = 600
 WARM_UP = 2000
 SERVER = [
     *("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "64"),
-    *("--itl-slo-ms", "50", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--deterministic"),
-    *("--speculative-config", '{"method": "suffix"}'),
+    *("--itl-slo-ms", "50", "--deterministic"),
+    *("--speculative-config", '{"method": "suffix"}', "--kv-host-memory", "1MiB", "--kv-demotion", "all"),
 ]
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -265,7 +266,14 @@ def run(seed: int, count: int, faults: float) -> dict[str, Any]:
         pool = ["--num-blocks", "161", "--swap-space", "512KiB"]
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), TEMPLATE)
-        arguments = ["--model", folder, *SERVER, *pool]
+        rng = random.Random(seed)
+        parsers = [
+            "--tool-call-parser",
+            rng.choice(TOOL_CALL_PARSERS),
+            "--reasoning-parser",
+            rng.choice(REASONING_PARSERS),
+        ]
+        arguments = ["--model", folder, *SERVER, *parsers, *pool]
         with watched_server(arguments, MAX_MODEL_LEN - 10, command) as server:
             server.stalls()
             began = time.monotonic()

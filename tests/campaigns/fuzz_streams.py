@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from octavo.server.bodies.messages_body import arguments_object
 from tests.campaigns.fuzz_fields import CHAT, COMPLETIONS, MESSAGES, OLLAMA, RESPONSES
 from tests.campaigns.fuzz_values import body_schema
 
@@ -81,6 +82,9 @@ def _merged_all(pieces: list[Any]) -> Any:
             if "delta" in choice:
                 choice["message"] = choice.pop("delta")
         whole = _merged(whole, piece)
+    for choice in whole.get("choices") or ():
+        for call in (choice.get("message") or {}).get("tool_calls") or ():
+            del call["index"]  # only pieces have one
     return whole
 
 
@@ -135,7 +139,7 @@ def _message(events: list[Any]) -> Any:
             case "content_block_stop":
                 block = message["content"][event["index"]]
                 if written := block.pop("json", ""):
-                    block["input"] = json.loads(written)
+                    block["input"] = arguments_object(written)
             case "message_delta":
                 message |= event["delta"]
                 message["usage"] |= event["usage"]
