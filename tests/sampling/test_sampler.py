@@ -189,7 +189,7 @@ def test_a_batch_drawn_in_slices_draws_what_it_draws_at_once(monkeypatch: pytest
     ],
 )
 def test_frequencies_match_the_exact_probabilities(params: dict[str, Any]) -> None:
-    draws = 20_000
+    draws = 10_000
     logits = torch.from_numpy(np.random.default_rng(1).normal(size=(1, 12)).astype(np.float32) * 2)
     sequences = [make_sequence(seed=seed, **params) for seed in range(draws)]
     tokens = [each.token_id for each in sample(logits, sequences, [0] * draws, CHOICES[-1:])]
