@@ -5,7 +5,6 @@
 #include <cstring>
 #include <utility>
 
-#include "level/simd/common.h"
 #include "thread_pool.h"
 
 namespace octavo {
@@ -19,8 +18,8 @@ Matrix columns_of(const Matrix& whole, int64_t first, int64_t width, int64_t ele
 
 }  // namespace
 
-Matrix Decoder::room(Buffer& buffer, int64_t count, int64_t width) const {
-    const int64_t stride = width * element_bytes(shape.storage);
+Matrix Decoder::room(Buffer& buffer, int64_t count, int64_t width, Storage storage) const {
+    const int64_t stride = width * element_bytes(storage);
     if (static_cast<int64_t>(buffer.size()) < count * stride) buffer.resize(count * stride);
     return {buffer.data(), count, width, stride};
 }
@@ -28,7 +27,7 @@ Matrix Decoder::room(Buffer& buffer, int64_t count, int64_t width) const {
 // With `columns`, those of a matrix that other ranks write too.
 const Matrix& Decoder::make(Register place, int64_t count, int64_t width, const std::optional<Columns>& columns) {
     is_shared_[place] = false;
-    if (!columns) return rows_[place] = room(memory_[place], count, width);
+    if (!columns) return rows_[place] = room(memory_[place], count, width, storage_of(place));
     const int64_t element = element_bytes(shape.storage);
     whole_[place] = share(place, count, columns->all(), element);
     columns_[place] = &*columns;
@@ -68,7 +67,7 @@ float* Decoder::scores(const Linear& linear, const Matrix& x) {
 void Decoder::forward(const DecoderStep& step) {
     wake_threads();
     if (ranks) {
-        rows_[kResidual] = share(kResidual, step.num_tokens, shape.hidden, element_bytes(shape.storage));
+        rows_[kResidual] = share(kResidual, step.num_tokens, shape.hidden, element_bytes(kF32));
         embed(step, rows_[kResidual]);
         ranks->gather_rows(rows_[kResidual], [&](int64_t row) {
             const std::vector<int64_t>& begins = ids.begins;
@@ -87,18 +86,19 @@ void Decoder::forward(const DecoderStep& step) {
 void Decoder::execute(const DecoderStep&, const Norm& norm) {
     const Matrix source = norm.added ? own(norm.source) : rows_[norm.source];
     const Matrix added = norm.added ? rows_[*norm.added] : Matrix{};
-    const Matrix columns = columns_of(source, norm.first, norm.width, element_bytes(shape.storage));
+    const Storage storage = storage_of(norm.source);
+    const Matrix columns = columns_of(source, norm.first, norm.width, element_bytes(storage));
     const bool in_place = norm.source == norm.target && !is_shared_[norm.source];
     const Matrix out = in_place ? columns : make(norm.target, source.rows, norm.width);
-    normalise(shape.storage, columns, norm.added ? &added : nullptr, norm.weights, out);
+    normalise(storage, shape.storage, columns, norm.added ? &added : nullptr, norm.weights, out);
 }
 
 void Decoder::execute(const DecoderStep&, const Add& sum) {
-    add(shape.storage, own(sum.target), rows_[sum.source]);
+    add(storage_of(sum.target), shape.storage, own(sum.target), rows_[sum.source]);
 }
 
 void Decoder::execute(const DecoderStep&, const Scale& scaled) {
-    scale(shape.storage, own(scaled.place), scaled.factor);
+    scale(storage_of(scaled.place), own(scaled.place), scaled.factor);
 }
 
 void Decoder::execute(const DecoderStep&, const Multiply& product) {
@@ -122,7 +122,7 @@ void Decoder::execute(const DecoderStep&, const MultiplyHeads& product) {
     for (int64_t head = 0; head < heads; ++head)
         for (int64_t token = 0; token < tokens; ++token)
             head_rows_[head * tokens + token] = static_cast<int32_t>(token * heads + head);
-    const Matrix products = room(pairs_memory_, tokens * heads, outputs);
+    const Matrix products = room(pairs_memory_, tokens * heads, outputs, shape.storage);
     linear_by_expert(product.heads, shape.storage, by_head, {head_rows_.data(), head_begins_.data()},
                      {products.base, products.stride, outputs, nullptr, shape.storage, kPlain}, exact);
     const Matrix latent = product.latent ? rows_[*product.latent] : Matrix{};
@@ -153,7 +153,8 @@ void Decoder::execute(const DecoderStep&, const Activate& activated) {
 
 void Decoder::execute(const DecoderStep& step, const Attend& attend) {
     make(kAttended, step.num_tokens, shape.attended_width(), attend.columns);
-    if (step.budgets) sink_queries_ = room(sink_memory_, step.num_tokens, int64_t{shape.num_heads} * shape.key_dim);
+    if (step.budgets)
+        sink_queries_ = room(sink_memory_, step.num_tokens, int64_t{shape.num_heads} * shape.key_dim, shape.storage);
     rope_write(shape.storage, rotation(step, attend), step.num_tokens);
     octavo::attend(attention(step, attend));
 }
@@ -171,7 +172,7 @@ void Decoder::execute(const DecoderStep&, const Mix& mix) {
     pairs_.choose(scores(mix.router, source), mix.bias, source.rows, static_cast<int>(mix.gate_up.size()),
                   mix.choice);
     const Matrix inner = make(kInner, pairs_.count(), mix.gate_up[0].weight.outputs / 2, mix.inner);
-    const Matrix outer = room(pairs_memory_, pairs_.count(), mix.down[0].weight.outputs);
+    const Matrix outer = room(pairs_memory_, pairs_.count(), mix.down[0].weight.outputs, shape.storage);
     linear_by_expert(mix.gate_up, shape.storage, source, {pairs_.sources(), pairs_.begins()},
                      {inner.base, inner.stride, inner.width, nullptr, shape.storage, mix.epilogue}, exact);
     linear_by_expert(mix.down, shape.storage, mix.inner ? gathered(kInner) : inner, {nullptr, pairs_.begins()},
@@ -183,7 +184,7 @@ void Decoder::execute(const DecoderStep&, const Mix& mix) {
 void Decoder::execute(const DecoderStep& step, const KeepRows& keep) {
     const Matrix& all = rows_[keep.place];
     // Queries, keys and values are no longer needed: rows are gathered in their memory.
-    const Matrix kept = room(memory_[kQkv], step.num_logits, all.width);
+    const Matrix kept = room(memory_[kQkv], step.num_logits, all.width, storage_of(keep.place));
     for (int64_t i = 0; i < step.num_logits; ++i)
         std::memcpy(kept.row(i), all.row(step.logits_indices[i]), kept.stride);
     std::swap(memory_[keep.place], memory_[kQkv]);
@@ -216,11 +217,7 @@ void Decoder::hidden(int64_t first, int64_t count, float* out) const {
         std::memcpy(out, memory_[kHidden].data() + begin * 4, elements * 4);
         return;
     }
-    for (int64_t i = 0; i < elements; ++i) {
-        portable::bf16 value;
-        std::memcpy(&value, memory_[kHidden].data() + (begin + i) * 2, sizeof value);
-        out[i] = portable::bf16_to_float(value);
-    }
+    widen(memory_[kHidden].data() + begin * 2, elements, out);
 }
 
 void Decoder::embed(const DecoderStep& step, const Matrix& residual) const {
@@ -230,10 +227,12 @@ void Decoder::embed(const DecoderStep& step, const Matrix& residual) const {
         for (int64_t i = task * kTokensPerTask; i < end; ++i) {
             const int64_t id = step.token_ids[i] - first_id();
             if (ranks && (id < 0 || id >= head.outputs())) continue;
-            if (embedding_rows)
+            if (!embedding_rows)
+                unpack_row(embedding, id, kF32, residual.row(i));
+            else if (shape.storage == kF32)
                 std::memcpy(residual.row(i), embedding_rows + id * residual.stride, residual.stride);
             else
-                unpack_row(embedding, id, shape.storage, residual.row(i));
+                widen(embedding_rows + id * shape.hidden * 2, shape.hidden, reinterpret_cast<float*>(residual.row(i)));
         }
     });
 }

@@ -6,7 +6,8 @@
 //                                       -> multiply
 //     last:                    after the attention, only the rows that become logits continue; norm -> head -> logits
 //
-// Activations are rounded where the Python decoder (models/decoder.py) rounds them.
+// Activations are rounded where the Python decoder (models/decoder.py) rounds them. The residual is in float32: what
+// rounding takes from it is lost to all later layers.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +41,7 @@ struct Linear {
 enum Register { kResidual, kHidden, kBranch, kQkv, kAttended, kInner, kNumRegisters };
 
 // The instructions, as models/program.py documents them.
-struct Norm {  // in place, columns [first, first + width) may be normalised alone
+struct Norm {  // in place, columns [first, first + width) may be normalised alone; the target is not kResidual
     Register source, target;
     std::optional<Register> added;
     NormWeights weights;
@@ -109,7 +110,7 @@ struct LayerCache {
 };
 
 struct DecoderShape {
-    Storage storage;  // of activations, biases and the cache
+    Storage storage;  // of activations but the residual, of biases and the cache
     int64_t hidden, vocab;
     int num_heads, kv_heads, key_dim, value_dim;
     float attention_scale, attention_softcap, logits_scale, logits_softcap;  // softcaps 0: none
@@ -188,7 +189,8 @@ class Decoder {
     std::vector<int64_t> head_begins_;
     int64_t num_kept_ = 0;
 
-    Matrix room(Buffer& buffer, int64_t count, int64_t width) const;
+    Storage storage_of(Register place) const { return place == kResidual ? kF32 : shape.storage; }
+    Matrix room(Buffer& buffer, int64_t count, int64_t width, Storage storage) const;
     const Matrix& make(Register place, int64_t count, int64_t width, const std::optional<Columns>& columns = {});
     int64_t first_id() const { return ranks ? ids.begins[ranks->place().in_all()] : 0; }
     Matrix share(int slot, int64_t count, int64_t width, int64_t element);

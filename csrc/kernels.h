@@ -16,7 +16,8 @@ enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kRelu2, kNumActivations };
 
 // How a row is normalised: by its root mean square, rounded before weights of the storage type multiply it; the same
 // with float weights, rounded once; or to mean 0 and variance 1, with float weights and perhaps a bias, rounded once.
-enum NormKind { kRmsNorm, kRmsNormRoundedOnce, kLayerNorm, kNumNormKinds };
+// kNoNorm only rounds it.
+enum NormKind { kRmsNorm, kRmsNormRoundedOnce, kLayerNorm, kNoNorm, kNumNormKinds };
 struct NormWeights {
     NormKind kind;
     const char* weight;  // null: no norm
@@ -69,12 +70,12 @@ struct Kernels {
     void (*rope_write[kNumStorages])(const RopeTask&, int64_t token_begin, int64_t token_end);
     void (*bound_keys[kNumStorages])(const LayerKV&, int64_t block, int head, char* bounds);
     void (*score_bounds[kNumStorages])(const BoundsTask&);
-    // If residual is not null, x += residual first.
-    void (*normalise[kNumStorages][kNumNormKinds])(char* x, const char* residual, const NormWeights&, char* out,
-                                                   int width);
+    // If y is not null, x += y first. By the storage of x and by that of y, out and weights, which a wider x may have.
+    void (*normalise[kNumStorages][kNumStorages][kNumNormKinds])(char* x, const char* y, const NormWeights&, char* out,
+                                                                 int width);
     void (*gated[kNumStorages][kNumActivations])(const char* gate, const char* up, char* out, int64_t width);
     void (*activate[kNumStorages][kNumActivations])(char* x, int64_t width);
-    void (*add[kNumStorages])(char* x, const char* y, int64_t width);
+    void (*add[kNumStorages][kNumStorages])(char* x, const char* y, int64_t width);  // by those of x and y
     void (*scale[kNumStorages])(char* x, float factor, int64_t width);
     void (*weighted_sum[kNumStorages])(const char* const* rows, const float* weights, int count, char* out,
                                        int64_t width);

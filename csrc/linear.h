@@ -62,7 +62,9 @@ struct Placement {
 
 // Packs stored rows into `weight`, whose padding must already be zero.
 void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64_t num_rows, Placement);
-// Unpacks one output's weights as floats or bf16, for an embedding tied to a packed head.
+// Numbers in bf16 as floats. They may lie in the second half of `to`.
+void widen(const char* from, int64_t count, float* to);
+// Unpacks one output's weights as floats or, unless they are floats, as bf16, for an embedding tied to a packed head.
 void unpack_row(const Weight& weight, int64_t output, Storage, char* to);
 
 // out = out.epilogue(x @ weight.T + bias). Unless the weight is quantised, x must have the weight's element type.

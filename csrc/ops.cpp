@@ -27,15 +27,16 @@ template <class Body> void each_row(const Matrix& x, const Body& body) {
 
 }  // namespace
 
-void normalise(Storage storage, const Matrix& x, const Matrix* residual, const NormWeights& norm, const Matrix& out) {
-    const auto kernel = kernels().normalise[storage][norm.kind];
+void normalise(Storage of_x, Storage storage, const Matrix& x, const Matrix* y, const NormWeights& norm,
+               const Matrix& out) {
+    const auto kernel = kernels().normalise[of_x][storage][norm.kind];
     each_row(x, [&](int64_t i) {
-        kernel(x.row(i), residual ? residual->row(i) : nullptr, norm, out.row(i), static_cast<int>(x.width));
+        kernel(x.row(i), y ? y->row(i) : nullptr, norm, out.row(i), static_cast<int>(x.width));
     });
 }
 
-void add(Storage storage, const Matrix& x, const Matrix& y) {
-    const auto kernel = kernels().add[storage];
+void add(Storage of_x, Storage storage, const Matrix& x, const Matrix& y) {
+    const auto kernel = kernels().add[of_x][storage];
     each_row(x, [&](int64_t i) { kernel(x.row(i), y.row(i), x.width); });
 }
 

@@ -13,9 +13,9 @@ struct Matrix {  // rows of contiguous elements
     char* row(int64_t index) const { return base + index * stride; }
 };
 
-// x += residual, if not null; then out = the normalised x.
-void normalise(Storage, const Matrix& x, const Matrix* residual, const NormWeights&, const Matrix& out);
-void add(Storage, const Matrix& x, const Matrix& y);  // x += y
+// x += y, if not null; then out = the normalised x. x may be in float32 where y, weights and out are not.
+void normalise(Storage of_x, Storage, const Matrix& x, const Matrix* y, const NormWeights&, const Matrix& out);
+void add(Storage of_x, Storage, const Matrix& x, const Matrix& y);  // x += y
 void scale(Storage, const Matrix& x, float factor);
 // out's row i = sum of weights[i * count + j] times x's row places[i * count + j]; or x's own row i, if places is null.
 // Sums are in float32 and in the order of j. out may be x if it is a sum of one row.

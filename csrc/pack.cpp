@@ -330,8 +330,21 @@ void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64
     });
 }
 
+void widen(const char* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; ++i) {
+        portable::bf16 value;
+        std::memcpy(&value, from + i * 2, sizeof value);
+        to[i] = portable::bf16_to_float(value);
+    }
+}
+
 void unpack_row(const Weight& weight, int64_t output, Storage storage, char* to) {
     if (is_quantised(weight.format)) return quant_functions(weight.format).unpack(weight, output, storage, to);
+    if (storage != float_storage(weight.format)) {
+        char* const half = to + weight.inputs * 2;
+        unpack_row(weight, output, kBf16, half);
+        return widen(half, weight.inputs, reinterpret_cast<float*>(to));
+    }
     if (weight.format == WeightFormat::bf16_coded) return decode_row(weight, output, to);
     const int64_t units = units_per_output(weight);
     const char* from = weight.packed + (output / kPanelOutputs * units * kPanelOutputs + output % kPanelOutputs) * 4;

@@ -296,7 +296,7 @@ void bind_decoder(nb::module_& m) {
         .def(nb::init<const std::string&, int64_t, int64_t, int, int, int, int, float, float, float, float>(),
              "dtype"_a, "hidden"_a, "vocab"_a, "num_heads"_a, "kv_heads"_a, "key_dim"_a, "value_dim"_a,
              "attention_scale"_a, "attention_softcap"_a, "logits_scale"_a, "logits_softcap"_a)
-        .def("norm", &BoundDecoder::add_norm, "source"_a, "target"_a, "weights"_a, "added"_a.none(), "first"_a,
+        .def("norm", &BoundDecoder::add_norm, "source"_a, "target"_a, "weights"_a.none(), "added"_a.none(), "first"_a,
              "width"_a)
         .def("add", &BoundDecoder::add_sum, "target"_a, "source"_a)
         .def("scale", &BoundDecoder::add_scale, "place"_a, "factor"_a)

@@ -105,8 +105,8 @@ void py_unpack_rows(const std::string& format, const Tensor& packed, int64_t out
     const Storage storage = storage_of(out, "out");
     const Matrix rows = matrix(out, "out", out.dtype);
     check_shape(out, "out", {-1, inputs});
-    require(is_quantised(weight.format) || float_storage(weight.format) == storage,
-            "out must have the weight's dtype, " + format + ", got " + out.describe());
+    require(storage == kF32 || weight.format != WeightFormat::f32,
+            "out must be float32 if the weight is, got " + out.describe());
     check_dense(ids, "ids", DType::i64, {rows.rows});
     check_range(ids.data<int64_t>(), rows.rows, outputs, "ids");
     nb::gil_scoped_release release;

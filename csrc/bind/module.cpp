@@ -177,7 +177,7 @@ void py_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, 
         check_shape(residual, "residual", {rows.rows, rows.width});
     }
     nb::gil_scoped_release release;
-    normalise(storage, rows, residual.is_null() ? nullptr : &added, norm, normal);
+    normalise(storage, storage, rows, residual.is_null() ? nullptr : &added, norm, normal);
 }
 
 void py_gated(const Tensor& gate_up, const Tensor& out, const std::string& activation) {

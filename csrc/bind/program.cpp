@@ -14,6 +14,13 @@ Register register_of(const std::string& name) {
     return kResidual;
 }
 
+// A register in the dtype of activations.
+Register activations_of(const std::string& name) {
+    const Register place = register_of(name);
+    require(place != kResidual, "the residual is in float32: only norms read it, and only sums and factors change it");
+    return place;
+}
+
 }  // namespace
 
 DecoderProgram::DecoderProgram(const std::string& dtype, int64_t hidden, int64_t vocab, int num_heads, int kv_heads,
@@ -40,16 +47,17 @@ DecoderProgram::DecoderProgram(const std::string& dtype, int64_t hidden, int64_t
 }
 
 void DecoderProgram::add_norm(const std::string& source_name, const std::string& target_name,
-                              const NormArguments& weights, const std::optional<std::string>& added_name, int64_t first,
-                              int64_t width) {
-    const Register source = register_of(source_name), target = register_of(target_name);
+                              const std::optional<NormArguments>& weights,
+                              const std::optional<std::string>& added_name, int64_t first, int64_t width) {
+    const Register source = register_of(source_name), target = activations_of(target_name);
     const int64_t columns = contents_.width(source);
     require(first >= 0 && width > 0 && first <= columns - width && (source == target || width == columns),
             "a norm of columns " + std::to_string(first) + " to " + std::to_string(first + width) + " of " +
                 std::to_string(columns));
-    Norm norm{source, target, {}, norm_of(weights, "norm", width), first, width};
+    Norm norm{source, target, {}, {kNoNorm, nullptr, nullptr, 0.0f}, first, width};
+    if (weights) norm.weights = norm_of(*weights, "norm", width);
     if (added_name) {
-        norm.added = register_of(*added_name);
+        norm.added = activations_of(*added_name);
         require(width == columns, "what is added needs a norm of whole rows");
         contents_.check_alike(source, *norm.added);
     }
@@ -58,7 +66,7 @@ void DecoderProgram::add_norm(const std::string& source_name, const std::string&
 }
 
 void DecoderProgram::add_sum(const std::string& target, const std::string& source) {
-    const Add add{register_of(target), register_of(source)};
+    const Add add{register_of(target), activations_of(source)};
     contents_.check_alike(add.target, add.source);
     decoder_.program.emplace_back(add);
 }
@@ -71,7 +79,7 @@ void DecoderProgram::add_scale(const std::string& place, float factor) {
 
 void DecoderProgram::add_product(const LinearArguments& parts, const std::string& source, const std::string& target,
                                  const std::string& gate, const ColumnArguments& columns) {
-    Multiply multiply{product(parts, "weight"), register_of(source), register_of(target), epilogue_of(gate), {}};
+    Multiply multiply{product(parts, "weight"), activations_of(source), activations_of(target), epilogue_of(gate), {}};
     require(multiply.source != multiply.target, "a product cannot replace its own input, " + source);
     contents_.check_width(multiply.source, multiply.linear.parts[0].weight.inputs, "weight");
     int64_t width = multiply.linear.outputs();
@@ -88,7 +96,7 @@ void DecoderProgram::add_product(const LinearArguments& parts, const std::string
 
 void DecoderProgram::add_heads(const LinearArguments& heads, const std::string& source, const std::string& target,
                                int64_t kept, const std::optional<std::string>& latent) {
-    MultiplyHeads multiply{product(heads, "heads").parts, register_of(source), register_of(target), kept, {}};
+    MultiplyHeads multiply{product(heads, "heads").parts, activations_of(source), activations_of(target), kept, {}};
     const Weight& first = multiply.heads[0].weight;
     const auto count = static_cast<int64_t>(multiply.heads.size());
     require(kept >= 0, "a head cannot keep " + std::to_string(kept) + " columns");
@@ -100,7 +108,7 @@ void DecoderProgram::add_heads(const LinearArguments& heads, const std::string& 
     contents_.check_width(multiply.source, count * (kept + first.inputs), "heads");
     int64_t width = count * (kept + first.outputs);
     if (latent) {
-        multiply.latent = register_of(*latent);
+        multiply.latent = activations_of(*latent);
         require(contents_.width(*multiply.latent) > kept &&
                     contents_.kept(*multiply.latent) == contents_.kept(multiply.source),
                 *latent + " has other rows than " + source + ", or too few columns");
@@ -111,7 +119,7 @@ void DecoderProgram::add_heads(const LinearArguments& heads, const std::string& 
 }
 
 void DecoderProgram::add_activation(const std::string& place, const std::string& activation) {
-    const Activate activate{register_of(place), activation_of(activation)};
+    const Activate activate{activations_of(place), activation_of(activation)};
     contents_.width(activate.place);
     decoder_.program.emplace_back(activate);
 }
@@ -134,7 +142,7 @@ void DecoderProgram::add_attention(int rotation, const std::optional<NormArgumen
 
 void DecoderProgram::add_scale_by_sigmoid(const LinearArguments& parts, const std::string& source,
                                           const std::string& place) {
-    const ScaleBySigmoid gate{product(parts, "gate"), register_of(source), register_of(place)};
+    const ScaleBySigmoid gate{product(parts, "gate"), activations_of(source), activations_of(place)};
     contents_.check_width(gate.source, gate.linear.parts[0].weight.inputs, "gate");
     require(gate.linear.outputs() == 1, "a gate has one output, got " + std::to_string(gate.linear.outputs()));
     require(contents_.kept(gate.source) == contents_.kept(gate.place), place + " and " + source + " differ in rows");
@@ -152,8 +160,8 @@ void DecoderProgram::add_mixture(const LinearArguments& router, const nb::object
             {active, normalised, sigmoid, corrected, scale, groups, active_groups},
             product(gate_up, "experts").parts,
             product(down, "experts").parts,
-            register_of(source),
-            register_of(target),
+            activations_of(source),
+            activations_of(target),
             epilogue_of(gate),
             {},
             {}};
@@ -202,7 +210,7 @@ void DecoderProgram::keep_rows(const std::string& name) {
 }
 
 void DecoderProgram::add_gather(const std::string& name) {
-    const Register place = register_of(name);
+    const Register place = activations_of(name);
     require(whole_width_[place] > 0, name + " has no columns of other ranks");
     contents_.set(place, whole_width_[place], contents_.kept(place));
     whole_width_[place] = 0;

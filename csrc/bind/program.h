@@ -65,7 +65,8 @@ class DecoderProgram {
     DecoderProgram(const std::string& dtype, int64_t hidden, int64_t vocab, int num_heads, int kv_heads, int key_dim,
                    int value_dim, float attention_scale, float attention_softcap, float logits_scale,
                    float logits_softcap);
-    void add_norm(const std::string& source_name, const std::string& target_name, const NormArguments& weights,
+    void add_norm(const std::string& source_name, const std::string& target_name,
+                  const std::optional<NormArguments>& weights,
                   const std::optional<std::string>& added_name, int64_t first, int64_t width);
     void add_sum(const std::string& target, const std::string& source);
     void add_scale(const std::string& place, float factor);

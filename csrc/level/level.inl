@@ -25,6 +25,10 @@ static_assert(OCTAVO_LEVEL::kGemmRows <= OCTAVO_LEVEL::kMostInterleavedRows);
         kernel<WeightFormat::q8_0>, kernel<WeightFormat::q2_k>, kernel<WeightFormat::q3_k>,                         \
         kernel<WeightFormat::q4_k>, kernel<WeightFormat::q5_k>, kernel<WeightFormat::q6_k>, \
         kernel<WeightFormat::iq4_nl>, kernel<WeightFormat::iq4_xs>, kernel<WeightFormat::mxfp4>
+// In the order of NormKind.
+#define OCTAVO_NORMS(x, others)                                                                              \
+    {OCTAVO_LEVEL::normalise<x, others, kRmsNorm>, OCTAVO_LEVEL::normalise<x, others, kRmsNormRoundedOnce>, \
+     OCTAVO_LEVEL::normalise<x, others, kLayerNorm>, OCTAVO_LEVEL::normalise<x, others, kNoNorm>}
 
 extern const Kernels OCTAVO_TABLE;
 const Kernels OCTAVO_TABLE = {
@@ -34,10 +38,7 @@ const Kernels OCTAVO_TABLE = {
     .rope_write = {OCTAVO_LEVEL::rope_write<kBf16>, OCTAVO_LEVEL::rope_write<kF32>},
     .bound_keys = {OCTAVO_LEVEL::bound_keys<kBf16>, OCTAVO_LEVEL::bound_keys<kF32>},
     .score_bounds = {OCTAVO_LEVEL::score_bounds<kBf16>, OCTAVO_LEVEL::score_bounds<kF32>},
-    .normalise = {{OCTAVO_LEVEL::normalise<kBf16, kRmsNorm>, OCTAVO_LEVEL::normalise<kBf16, kRmsNormRoundedOnce>,
-                   OCTAVO_LEVEL::normalise<kBf16, kLayerNorm>},
-                  {OCTAVO_LEVEL::normalise<kF32, kRmsNorm>, OCTAVO_LEVEL::normalise<kF32, kRmsNormRoundedOnce>,
-                   OCTAVO_LEVEL::normalise<kF32, kLayerNorm>}},
+    .normalise = {{OCTAVO_NORMS(kBf16, kBf16), {}}, {OCTAVO_NORMS(kF32, kBf16), OCTAVO_NORMS(kF32, kF32)}},
     .gated = {{OCTAVO_LEVEL::gated<kBf16, kSilu>, OCTAVO_LEVEL::gated<kBf16, kGeluTanh>,
                OCTAVO_LEVEL::gated<kBf16, kGelu>, OCTAVO_LEVEL::gated<kBf16, kRelu>,
                OCTAVO_LEVEL::gated<kBf16, kRelu2>},
@@ -50,7 +51,8 @@ const Kernels OCTAVO_TABLE = {
                  {OCTAVO_LEVEL::activate<kF32, kSilu>, OCTAVO_LEVEL::activate<kF32, kGeluTanh>,
                   OCTAVO_LEVEL::activate<kF32, kGelu>, OCTAVO_LEVEL::activate<kF32, kRelu>,
                   OCTAVO_LEVEL::activate<kF32, kRelu2>}},
-    .add = {OCTAVO_LEVEL::add<kBf16>, OCTAVO_LEVEL::add<kF32>},
+    .add = {{OCTAVO_LEVEL::add<kBf16, kBf16>, nullptr},
+            {OCTAVO_LEVEL::add<kF32, kBf16>, OCTAVO_LEVEL::add<kF32, kF32>}},
     .scale = {OCTAVO_LEVEL::scale<kBf16>, OCTAVO_LEVEL::scale<kF32>},
     .weighted_sum = {OCTAVO_LEVEL::weighted_sum<kBf16>, OCTAVO_LEVEL::weighted_sum<kF32>},
     .softcap = OCTAVO_LEVEL::softcap,

@@ -14,9 +14,9 @@ namespace octavo::OCTAVO_LEVEL {
 template <Storage S> inline void normalise_head(char* head, const NormWeights& norm, int width) {
     if (!norm.weight) return;
     switch (norm.kind) {
-        case kRmsNorm: return normalise<S, kRmsNorm>(head, nullptr, norm, head, width);
-        case kRmsNormRoundedOnce: return normalise<S, kRmsNormRoundedOnce>(head, nullptr, norm, head, width);
-        default: return normalise<S, kLayerNorm>(head, nullptr, norm, head, width);
+        case kRmsNorm: return normalise<S, S, kRmsNorm>(head, nullptr, norm, head, width);
+        case kRmsNormRoundedOnce: return normalise<S, S, kRmsNormRoundedOnce>(head, nullptr, norm, head, width);
+        default: return normalise<S, S, kLayerNorm>(head, nullptr, norm, head, width);
     }
 }
 

@@ -34,27 +34,31 @@ template <class T> inline F16 round_through(F16 x) {
     return F16::load(rounded);
 }
 
-// x += residual, if not null; then out = the normalised x, rounded where transformers' norms round: see NormKind.
-template <Storage S, NormKind K>
-void normalise(char* x_bytes, const char* residual_bytes, const NormWeights& norm, char* out_bytes, int width) {
+// x += y, if not null; then out = the normalised x, rounded where transformers' norms round: see NormKind. An x in
+// float32 is rounded once.
+template <Storage X, Storage S, NormKind K>
+void normalise(char* x_bytes, const char* y_bytes, const NormWeights& norm, char* out_bytes, int width) {
     using T = Element<S>;
     using Weight = std::conditional_t<K == kRmsNorm, T, float>;
-    auto* x = reinterpret_cast<T*>(x_bytes);
-    const auto* residual = reinterpret_cast<const T*>(residual_bytes);
+    auto* x = reinterpret_cast<Element<X>*>(x_bytes);
+    const auto* y = reinterpret_cast<const T*>(y_bytes);
     const auto* weight = reinterpret_cast<const Weight*>(norm.weight);
     auto* out = reinterpret_cast<T*>(out_bytes);
     F16 sums[2] = {F16::zero(), F16::zero()}, squares[2] = {F16::zero(), F16::zero()};
     for (int i = 0; i < width; i += 16) {
         F16 v = load_some(x + i, width - i);
-        if (residual) {
-            v = round_through<T>(v + load_some(residual + i, width - i));
+        if (y) {
+            v = round_through<Element<X>>(v + load_some(y + i, width - i));
             store_some(v, x + i, width - i);
         }
-        if constexpr (K == kLayerNorm)
+        if constexpr (K == kNoNorm)
+            store_some(v, out + i, width - i);
+        else if constexpr (K == kLayerNorm)
             sums[i / 16 % 2] = sums[i / 16 % 2] + v;
         else
             squares[i / 16 % 2] = fma(v, v, squares[i / 16 % 2]);
     }
+    if constexpr (K == kNoNorm) return;
     const F16 mean = F16::set1(reduce_add(sums[0] + sums[1]) / static_cast<float>(width));
     if constexpr (K == kLayerNorm)
         for (int i = 0; i < width; i += 16) {
@@ -68,7 +72,7 @@ void normalise(char* x_bytes, const char* residual_bytes, const NormWeights& nor
         F16 v = load_some(x + i, width - i);
         if constexpr (K == kLayerNorm) v = v - mean;
         v = v * factor;
-        if constexpr (K == kRmsNorm) v = round_through<T>(v);
+        if constexpr (K == kRmsNorm) v = round_through<Element<X>>(v);
         v = v * load_some(weight + i, width - i);
         if (K == kLayerNorm && norm.bias) v = v + load_some(norm.bias + i, width - i);
         store_some(v, out + i, width - i);
@@ -118,8 +122,8 @@ template <Storage S, Activation A> void activate(char* bytes, int64_t width) {
     for (int64_t i = 0; i < width; i += 16) store_some(activate<A>(load_some(x + i, width - i)), x + i, width - i);
 }
 
-template <Storage S> void add(char* x_bytes, const char* y_bytes, int64_t width) {
-    auto* x = reinterpret_cast<Element<S>*>(x_bytes);
+template <Storage X, Storage S> void add(char* x_bytes, const char* y_bytes, int64_t width) {
+    auto* x = reinterpret_cast<Element<X>*>(x_bytes);
     const auto* y = reinterpret_cast<const Element<S>*>(y_bytes);
     for (int64_t i = 0; i < width; i += 16)
         store_some(load_some(x + i, width - i) + load_some(y + i, width - i), x + i, width - i);

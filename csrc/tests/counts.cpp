@@ -180,7 +180,7 @@ Kernels counting_level() {
     level.attend = count_attention;
     level.merge = [](const AttendTask&, int, int, AttendScratch&) {};
     level.rope_write[kBf16] = [](const RopeTask&, int64_t, int64_t) {};
-    level.normalise[kBf16][kRmsNorm] = [](char*, const char*, const NormWeights&, char*, int) {};
+    level.normalise[kF32][kBf16][kRmsNorm] = [](char*, const char*, const NormWeights&, char*, int) {};
     level.quantise_rows[kBf16] = [](const QuantLayout&, const char* const*, int, int, const QuantRows&) {};
     if (level.pack_tile_rows) level.pack_tile_rows = [](const char* const*, int64_t, int64_t, uint32_t*) {};
     for (ProductKernel** products : {level.multiply, level.multiply_in_tiles}) {
@@ -222,7 +222,7 @@ void play_layer(WeightFormat format, int seqs, int queries, int context) {
     for (int32_t block = 0; block < blocks; ++block) table.push_back(block);
     for (int seq = 0; seq < seqs; ++seq) starts.push_back(starts.back() + queries);
 
-    normalise(kBf16, hidden, &hidden, norm, hidden);
+    normalise(kF32, kBf16, hidden, &hidden, norm, hidden);
     multiply(kHidden, kQkv, hidden, qkv, kPlain);
     RopeTask rope{};
     rope.kv = &kv;
@@ -244,7 +244,7 @@ void play_layer(WeightFormat format, int seqs, int queries, int context) {
     call.exact = false;
     attend(call);
     multiply(kHidden, kHidden, hidden, hidden, kPlain);
-    normalise(kBf16, hidden, &hidden, norm, hidden);
+    normalise(kF32, kBf16, hidden, &hidden, norm, hidden);
     multiply(kHidden, 2 * kInner, hidden, inner, kSiluGate);
     multiply(kInner, kHidden, inner, hidden, kPlain);
 }

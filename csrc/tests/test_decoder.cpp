@@ -23,16 +23,14 @@ class Model {
                          0.2f,    score_cap,    0.5f,      logits_cap};
         const int64_t pair = storage == kBf16 ? 2 : 1, element = element_bytes(storage);
         decoder.program.emplace_back(Scale{kResidual, 1.5f});
-        const bool norms_before = random_bool(), norms_after = !norms_before || random_bool();
-        const bool parallel = norms_before && random_bool(), gated = random_bool();
+        const bool norms_after = random_bool(), parallel = random_bool(), gated = random_bool();
         for (int index = 0; index < 3; ++index) {
-            const Register source = norms_before ? kHidden : kResidual;
-            if (norms_before) add_norm(kResidual, kHidden);
+            add_norm(kResidual, kHidden);
             // Queries, keys and values are separate, as in a GGUF file in which their formats differ.
             add_product({{{matrix(format, heads * key_dim, kHiddenWidth), vector(heads * key_dim, 0.0f)},
                           {matrix(format, kv_heads * key_dim, kHiddenWidth), nullptr},
                           {matrix(format, kv_heads * value_dim, kHiddenWidth), vector(kv_heads * value_dim, 0.0f)}}},
-                        source, kQkv);
+                        kHidden, kQkv);
             Attend attend{static_cast<std::size_t>(index), index == 1 ? -1 : 0, {}, {}};
             if (index == 1) attend.query_norm = norm(key_dim), attend.key_norm = norm(key_dim);
             if (index == 2) add_norm(kQkv, kQkv, heads * key_dim, kv_heads * key_dim);
@@ -45,12 +43,10 @@ class Model {
             if (norms_after) add_norm(branch, branch);
             if (parallel)
                 decoder.program.emplace_back(Add{kResidual, kBranch});
-            else if (norms_before)
-                add_norm(kResidual, kHidden, 0, kHiddenWidth, kHidden);
             else
-                decoder.program.emplace_back(Add{kResidual, kHidden});
+                add_norm(kResidual, kHidden, 0, kHiddenWidth, kHidden);
             const auto activation = static_cast<Activation>(random_int(0, kNumActivations - 1));
-            add_product({{{matrix(format, (gated ? 2 : 1) * kInnerWidth, kHiddenWidth), nullptr}}}, source, kInner,
+            add_product({{{matrix(format, (gated ? 2 : 1) * kInnerWidth, kHiddenWidth), nullptr}}}, kHidden, kInner,
                         gated ? static_cast<Epilogue>(kSiluGate + activation) : kPlain);
             if (!gated) decoder.program.emplace_back(Activate{kInner, activation});
             add_product({{{matrix(format, kHiddenWidth, kInnerWidth), nullptr}}}, kInner, kHidden);

@@ -214,6 +214,21 @@ def test_bfloat16_stays_close_to_float32(case: str) -> None:
         assert (half - full).norm() < 0.05 * full.norm()
 
 
+@pytest.mark.parametrize("case", ["grouped queries", "sliding window", "qwen3"])
+def test_a_residual_in_float32_is_nearer_to_float32_than_one_in_bfloat16(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(case)
+    sequences = random_sequences(VOCAB, [30, 9])
+    exact = torch.cat(whole_logits(model, sequences))
+    ours = decoder(model, torch.bfloat16)
+    errors = []
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(ours, "_embed", lambda ids, dtype=dtype: Decoder._embed(ours, ids).to(dtype))
+        errors.append((torch.cat(paged_logits(ours, sequences, dtype="bfloat16")) - exact).norm())
+    assert errors[0] < errors[1]
+
+
 def test_frequency_factors_say_the_same_as_llama3_scaling() -> None:
     model = build("llama3 rope")
     plain = 1.0 / (10000.0 ** (torch.arange(0, 8, 2, dtype=torch.float32) / 8))

@@ -174,10 +174,10 @@ def test_a_steps_tensors_take_what_is_estimated(max_rows: int, tmp_path: Path) -
 def test_a_gpus_activations_include_the_partial_results_of_split_decodes() -> None:
     shape = find_shape("llama-3.1-8b")
     sizes = {"max_step": 2048, "max_rows": 256}
-    on_cpu = activation_bytes(shape, "bfloat16", **sizes)
-    assert activation_bytes(shape, "bfloat16", **sizes, gpu_context=256) == on_cpu
+    whole = activation_bytes(shape, "bfloat16", **sizes, gpu_context=256)
+    assert activation_bytes(shape, "bfloat16", **sizes) == whole + 2048 * 4096 * 2  # a residual in float32
     # Llama 3.1 8B, 32 query heads of 128: at most 64 splits of each sequence, in recorded steps and in others.
-    assert activation_bytes(shape, "bfloat16", **sizes, gpu_context=131_072) == on_cpu + 2 * 256 * 64 * 32 * 130 * 4
+    assert activation_bytes(shape, "bfloat16", **sizes, gpu_context=131_072) == whole + 2 * 256 * 64 * 32 * 130 * 4
 
 
 def test_a_budget_leaves_what_weights_and_activations_leave() -> None:

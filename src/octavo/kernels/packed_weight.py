@@ -159,7 +159,7 @@ class PackedWeight:
         return out
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Outputs `ids` int64 [n] as they were put, dequantised: [n, inputs] in `dtype` (the weight's own if float)."""
+        """Outputs `ids` int64 [n] as they were put, as float32 or, unless the weight is that, bfloat16."""
         out = torch.empty(len(ids), self.inputs, dtype=dtype)
         native.unpack_rows(self.format, self.packed, self.outputs, self.inputs, ids, out)
         return out

@@ -16,7 +16,7 @@ from octavo.kernels import PackedWeight
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.models.base import CausalLM, LaterRows
 from octavo.models.linear import LinearFactory, make_linear
-from octavo.models.ops import ACTIVATIONS, GATES, Heads, LayerOps
+from octavo.models.ops import ACTIVATIONS, GATES, Heads, LayerOps, NormWeights
 from octavo.models.program import (
     Activate,
     Add,
@@ -138,13 +138,14 @@ class Decoder(CausalLM):
         rotations = {rope: Rotation(*table, rows) for rope, table in zip(self._rotations, tables, strict=True)}
         for instruction in self._program:
             match instruction:
-                case Norm(source, target, weights, None, 0) if weights.weight.shape[0] == registers[source].shape[1]:
-                    registers[target] = ops.norm(registers[source], weights)
-                case Norm(source, _, weights, None, first):
-                    columns = registers[source][:, first : first + len(weights.weight)]
-                    columns.copy_(ops.norm(columns, weights))
                 case Norm(source, target, weights, Register() as added, _):
                     registers[target], registers[source] = ops.add_norm(registers[added], registers[source], weights)
+                    registers[target] = registers[target].to(self.dtype)
+                case Norm(source, target, weights, None, 0) if _is_of_rows(weights, registers[source]):
+                    registers[target] = ops.norm(registers[source], weights).to(self.dtype)
+                case Norm(source, _, NormWeights() as weights, None, first):
+                    columns = registers[source][:, first : first + len(weights.weight)]
+                    columns.copy_(ops.norm(columns, weights))
                 case Add(target, source):
                     registers[target] = registers[target] + registers[source]
                 case Scale(place, factor):
@@ -200,9 +201,16 @@ class Decoder(CausalLM):
         return (outputs.float() * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the first residual, see `Register`."""
+        dtype = torch.float32 if self.device.type == "cpu" else self.dtype
         if isinstance(self._embedding, PackedWeight):
-            return self._embedding.rows(token_ids, self.dtype)
-        return functional.embedding(token_ids, self._embedding)
+            return self._embedding.rows(token_ids, dtype)
+        return functional.embedding(token_ids, self._embedding).to(dtype)
+
+
+def _is_of_rows(norm: NormWeights | None, x: torch.Tensor) -> bool:
+    """Whether a norm is of all columns of x."""
+    return norm is None or len(norm.weight) == x.shape[1]
 
 
 def _multiply_heads(product: MultiplyHeads, registers: Mapping[Register, torch.Tensor]) -> torch.Tensor:

@@ -263,7 +263,9 @@ class NativeDecoder(Decoder):
                 native.gather(ungathered)
                 ungathered = ""
             match instruction:
-                case Norm(source, target, weights, added, first):
+                case Norm(source, target, None, added):
+                    native.norm(source, target, None, added, 0, config.hidden_size)
+                case Norm(source, target, NormWeights() as weights, added, first):
                     native.norm(source, target, _norm_arguments(weights), added, first, len(weights.weight))
                 case Add(target, source):
                     native.add(target, source)

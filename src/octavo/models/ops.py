@@ -74,15 +74,19 @@ class LayerOps:
         normal = functional.rms_norm(x.float(), x.shape[-1:], eps=eps)
         return weight * normal.to(x.dtype) if weight.dtype is x.dtype else (weight * normal).to(x.dtype)
 
-    def norm(self, x: torch.Tensor, norm: NormWeights) -> torch.Tensor:
-        """Normalise rows x [rows, width]."""
+    def norm(self, x: torch.Tensor, norm: NormWeights | None) -> torch.Tensor:
+        """Normalise rows x [rows, width]; without a norm, return x."""
+        if norm is None:
+            return x
         if norm.centred:
             return functional.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, norm.eps).to(x.dtype)
         return self.rms_norm(x, norm.weight, norm.eps)
 
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeights | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (normalised sum, sum) of x and residual, both [rows, hidden]. May reuse the memory of either."""
-        if not norm.centred:
+        if norm is not None and not norm.centred:
             return self.add_rms_norm(x, residual, norm.weight, norm.eps)
         residual = residual + x
         return self.norm(residual, norm), residual

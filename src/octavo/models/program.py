@@ -20,7 +20,11 @@ from octavo.models.weight_reader import WeightReader
 
 class Register(StrEnum):
     """A buffer of activations. The program begins with the embeddings in RESIDUAL and ends with the head's input in
-    HIDDEN."""
+    HIDDEN.
+
+    RESIDUAL is in float32 on CPUs, the others in the model's dtype: what rounding takes from RESIDUAL is lost to all
+    later layers. Only norms read it.
+    """
 
     RESIDUAL = "residual"
     HIDDEN = "hidden"
@@ -32,11 +36,14 @@ class Register(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """target = norm(source); of some columns only, in place, if `first` is given; source += added before."""
+    """target = norm(source), or source itself without weights; source += added before.
+
+    Of some columns only, in place, if `first` is given.
+    """
 
     source: Register
     target: Register
-    weights: NormWeights
+    weights: NormWeights | None
     added: Register | None = None
     first: int = 0
 
@@ -156,11 +163,8 @@ class _Writer:
 
     def layer(self, layer: int) -> Iterator[Instruction]:
         description = self._config.layer
-        source = Register.RESIDUAL
-        if description.norms_before:
-            yield self.norm_of_residual("attention_norm", layer)
-            source = Register.HIDDEN
-        yield from self._attention(layer, source)
+        yield self.norm_of_residual("attention_norm", layer)
+        yield from self._attention(layer)
         last = layer + 1 == self._config.num_layers
         if last:
             # All keys and values are stored by now.
@@ -175,29 +179,21 @@ class _Writer:
             yield Add(Register.RESIDUAL, Register.BRANCH)
         else:
             yield from self._output(layer, Register.HIDDEN)
-            if description.norms_before:
-                yield self.norm_of_residual("mlp_norm", layer)
-            else:
-                yield from self._add_now()
-        yield from self._mlp(layer, source)
-        if not description.norms_before and not last:
-            yield from self._add_now()
+            yield self.norm_of_residual("mlp_norm", layer)
+        yield from self._mlp(layer)
 
     def norm_of_residual(self, part: str, layer: int | None) -> Instruction:
         """Return a norm of the residual, to which it first adds what has been computed since the last one."""
         added, self._pending = self._pending, None
-        return Norm(Register.RESIDUAL, Register.HIDDEN, self._reader.norm(part, layer), added)
+        weights = self._reader.norm(part, layer) if layer is None or self._config.layer.norms_before else None
+        return Norm(Register.RESIDUAL, Register.HIDDEN, weights, added)
 
-    def _add_now(self) -> Iterator[Instruction]:
-        self._pending = None
-        yield Add(Register.RESIDUAL, Register.HIDDEN)
-
-    def _attention(self, layer: int, source: Register) -> Iterator[Instruction]:
+    def _attention(self, layer: int) -> Iterator[Instruction]:
         config, reader = self._config, self._reader
         if config.latent:
-            yield from self._latent_attention(config.latent, layer, source)
+            yield from self._latent_attention(config.latent, layer)
             return
-        yield Multiply(reader.qkv(layer), source, Register.QKV)
+        yield Multiply(reader.qkv(layer), Register.HIDDEN, Register.QKV)
         widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
         qk_norm = None
         if config.layer.qk_norm == "head":
@@ -208,15 +204,15 @@ class _Writer:
             yield Norm(Register.QKV, Register.QKV, reader.norm("k_norm", layer, widths[1]), first=widths[0])
         yield Attend(layer, config.layer_ropes[layer], qk_norm, reader.sinks(layer))
 
-    def _latent_attention(self, latent: LatentConfig, layer: int, source: Register) -> Iterator[Instruction]:
+    def _latent_attention(self, latent: LatentConfig, layer: int) -> Iterator[Instruction]:
         """Attend to latents, with queries that are projected to them."""
-        reader, query_source = self._reader, source
+        reader, query_source = self._reader, Register.HIDDEN
         if latent.query_rank:
-            yield Multiply(reader.latent_query(layer), source, Register.BRANCH)
+            yield Multiply(reader.latent_query(layer), Register.HIDDEN, Register.BRANCH)
             yield Norm(Register.BRANCH, Register.BRANCH, reader.norm("q_a_norm", layer, latent.query_rank))
             query_source = Register.BRANCH
         yield Multiply(reader.queries(layer), query_source, Register.INNER)
-        yield Multiply(reader.latent(layer), source, Register.BRANCH)
+        yield Multiply(reader.latent(layer), Register.HIDDEN, Register.BRANCH)
         norm = reader.norm("kv_a_norm", layer, latent.rank)
         yield Norm(Register.BRANCH, Register.BRANCH, norm, first=latent.rotary_dim)
         to_latent, self._from_latent = reader.latent_heads(layer)
@@ -231,31 +227,31 @@ class _Writer:
         yield Multiply(self._reader.output(layer), source, target)
         yield from self._finish("attention_post_norm", layer, target)
 
-    def _mlp(self, layer: int, source: Register) -> Iterator[Instruction]:
+    def _mlp(self, layer: int) -> Iterator[Instruction]:
         config, reader = self._config, self._reader
         if config.experts and config.has_experts(layer):
-            yield from self._experts(config.experts, layer, source)
+            yield from self._experts(config.experts, layer)
             yield from self._finish("mlp_post_norm", layer, Register.HIDDEN)
             return
         if config.layer.gated:
-            yield Multiply(reader.gate_up(layer), source, Register.INNER, config.hidden_act)
+            yield Multiply(reader.gate_up(layer), Register.HIDDEN, Register.INNER, config.hidden_act)
         else:
-            yield Multiply(reader.up(layer), source, Register.INNER)
+            yield Multiply(reader.up(layer), Register.HIDDEN, Register.INNER)
             yield Activate(Register.INNER, config.hidden_act)
         yield Multiply(reader.down(layer), Register.INNER, Register.HIDDEN)
         yield from self._finish("mlp_post_norm", layer, Register.HIDDEN)
 
-    def _experts(self, experts: ExpertsConfig, layer: int, source: Register) -> Iterator[Instruction]:
+    def _experts(self, experts: ExpertsConfig, layer: int) -> Iterator[Instruction]:
         activation, reader = self._config.hidden_act, self._reader
         if experts.shared_intermediate_size:
             gate_up, down = reader.shared_expert(layer)
-            yield Multiply(gate_up, source, Register.INNER, activation)
+            yield Multiply(gate_up, Register.HIDDEN, Register.INNER, activation)
             yield Multiply(down, Register.INNER, Register.BRANCH)
         if experts.shared_gate:
-            yield ScaleBySigmoid(reader.shared_expert_gate(layer), source, Register.BRANCH)
+            yield ScaleBySigmoid(reader.shared_expert_gate(layer), Register.HIDDEN, Register.BRANCH)
         router, mixture = reader.router(layer), reader.experts(layer)
         bias = reader.router_bias(layer)
-        yield Mix(router, bias, mixture, experts, source, Register.HIDDEN, activation)
+        yield Mix(router, bias, mixture, experts, Register.HIDDEN, Register.HIDDEN, activation)
         if experts.shared_intermediate_size:
             yield Add(Register.HIDDEN, Register.BRANCH)
 

@@ -211,13 +211,14 @@ def activation_bytes(
 
     The larger of a layer and the head, for the most tokens and rows of a step:
 
-        layer   max_step × (3 × hidden_size + max(attention_width, mlp_width)) × dtype
-        head    max_step × 3 × hidden_size × dtype + max_rows × vocab_size × (dtype + SAMPLER_COPIES × 4)
-        scores  max_step × 3 × hidden_size × dtype + (max_rows + SCORING_COPIES × scored rows) × vocab_size × 4
+        stream  max_step × hidden_size × (residual + 2 × dtype)
+        layer   stream + max_step × max(attention_width, mlp_width) × dtype
+        head    stream + max_rows × vocab_size × (dtype + SAMPLER_COPIES × 4)
+        scores  stream + (max_rows + SCORING_COPIES × scored rows) × vocab_size × 4
 
-    The residual, the normalised rows and the attention's output are alive during a layer's widest products. Attention
-    scores are left out, because they are computed in tiles. Prompt logprobs need the logits of `scored_rows` rows at a
-    time, in addition to those that tokens are drawn from.
+    The residual (4 bytes on a CPU), the normalised rows and the attention's output are alive during a layer's widest
+    products. Attention scores are left out, because they are computed in tiles. Prompt logprobs need the logits of
+    `scored_rows` rows at a time, in addition to those that tokens are drawn from.
 
     Args:
         max_step: maximum number of tokens computed in one step.
@@ -227,7 +228,8 @@ def activation_bytes(
     """
     size = DTYPE_BYTES[dtype]
     rows = min(max_rows, max_step)
-    stream = max_step * 3 * shape.config.hidden_size * size
+    residual = 4 if gpu_context is None else size
+    stream = max_step * shape.config.hidden_size * (residual + 2 * size)
     layer = stream + max_step * max(shape.attention_width, shape.mlp_width) * size
     head = stream + rows * shape.config.vocab_size * (size + SAMPLER_COPIES * 4)
     scored = min(max_step, scored_rows(shape.config.vocab_size))
