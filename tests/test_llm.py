@@ -259,7 +259,7 @@ def test_a_prompt_of_one_token_has_no_scored_token(llm: LLM) -> None:
             "token id 320 in prompt is out of range: the vocabulary has ids 0 to 319",
         ),
         ({"prompt_token_ids": [3, -1]}, {}, RequestError, "token id -1 in prompt is out of range"),
-        ({"prompt_token_ids": [3, "4"]}, {}, RequestError, "prompt must hold token ids, got '4'"),
+        ({"prompt_token_ids": [3, "4"]}, {}, RequestError, "prompt must contain token ids, got '4'"),
         (IDS, {"stop_token_ids": [999]}, RequestError, "token id 999 in stop_token_ids is out of range"),
         (IDS, {"logit_bias": {321: 1.0}}, RequestError, "token id 321 in logit_bias is out of range"),
         (IDS, {"max_tokens": 253}, ContextLengthError, "256 tokens, but 257 were requested: 4 in the prompt and 253"),

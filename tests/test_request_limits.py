@@ -89,7 +89,7 @@ def test_a_priority_lies_in_its_range() -> None:
 
 def test_a_cache_salt_has_a_limit() -> None:
     DEFAULT_LIMITS.check_context(0, "s" * 256)
-    with pytest.raises(RequestError, match="cache_salt holds 257 characters, but at most 256"):
+    with pytest.raises(RequestError, match="cache_salt has 257 characters, but at most 256"):
         DEFAULT_LIMITS.check_context(0, "s" * 257)
 
 

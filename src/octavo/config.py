@@ -84,7 +84,7 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 _model = partial(option, group="model options")
 _cache = partial(option, group="KV cache options")
-_below = partial(option, group="options for memory below the KV cache (docs/serve/tiers.md)")
+_below = partial(option, group="cache tier options (docs/serve/tiers.md)")
 _scheduling = partial(option, group="scheduling options")
 _execution = partial(option, group="execution options")
 
@@ -104,65 +104,63 @@ class EngineConfig(Options):
 
     model: str = _model(
         DEFAULT_MODEL,
-        "a Hugging Face folder or hub id, a hub id with a type of GGUF file (org/name:Q4_K_M), a GGUF file, or "
-        "'smollm2' (SmolLM2-135M-Instruct, packaged)",
+        "smollm2 (SmolLM2-135M-Instruct), a Hugging Face folder or hub id, a hub id and a GGUF type "
+        "(org/name:Q4_K_M), or a GGUF file",
     )
     revision: str | None = _model(None, "branch, tag or commit of the model on the hub; default: main")
     hf_file: str | None = _model(None, "name of a GGUF file in the model's repository or folder", metavar="FILE")
     hf_token: str | None = _model(
-        None, "the hub's token; shows in `ps`: prefer $HF_TOKEN, or `hf auth login`", metavar="TOKEN", secret=True
+        None, "token for the hub; visible in `ps`: prefer $HF_TOKEN or `hf auth login`", metavar="TOKEN", secret=True
     )
     tokenizer: str | None = _model(
-        None, "where the tokenizer is, if not in the model: a folder, a hub id or a GGUF file", metavar="MODEL"
+        None, "folder, hub id or GGUF file of the tokenizer, if the model has none", metavar="MODEL"
     )
     hf_overrides: str | dict | None = _model(  # type: ignore[type-arg]  # noqa: RUF009 (the default is None)
         None,
-        "JSON object of fields that replace those of the model's config.json, such as '{\"rope_scaling\": {…}}'",
+        "JSON object of fields to replace in config.json, such as '{\"rope_scaling\": {…}}'",
         metavar="JSON",
         read=_read_overrides,
     )
     load_format: Literal["auto", "safetensors", "gguf"] = _model(
-        "auto", "files to take where the hub has both: safetensors, or gguf; auto: safetensors where there are any"
+        "auto", "files to load if the hub has both; auto: safetensors if there are any"
     )
     model_impl: Literal["auto", "transformers"] = _model(
-        "auto", "what computes the layers; transformers: its own modules, for comparison; auto: Octavo where it can"
+        "auto", "code that runs the model; auto: Octavo's own where it can; transformers: for comparison"
     )
     max_model_len: int | None = _model(
-        None, "maximum number of tokens in a prompt and its output; default: the model's own limit", least=1
+        None, "maximum tokens of a prompt and its output together; default: the model's own limit", least=1
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = _model(
         "auto",
-        "weights and activations; auto: bfloat16, or float32 on a CPU that lacks bf16 instructions unless weights stay "
-        "quantised; half and float: float16 and float32",
+        "type of weights and activations; auto: bfloat16, or float32 on a CPU without bf16 instructions unless "
+        "weights are quantised; half, float: float16, float32",
         read=lambda name: _DTYPE_ALIASES.get(name, name),
     )
     quantization: Literal["auto", "none", "q8_0", "q4_0", *CHECKPOINT_FORMATS] = _model(  # type: ignore[valid-type]
         "auto",
-        "auto: compute with GGUF's Q4_0 to Q8_0, Q2_K to Q6_K, IQ4 and MXFP4 weights as they are and with other "
-        "quantised types as Q8_0 (AWQ, GPTQ, FP8, … as whichever is nearest), and activations in int8, where there are "
-        "kernels for it and dtype is not float32; none: dequantise them when they are loaded; q8_0, q4_0: quantise the "
-        "floats of a folder, on a CPU; a checkpoint's format: refuse another",
+        "auto: compute with quantised weights (docs/serve/models.md); none: dequantise them on loading; q8_0, "
+        "q4_0: quantise a folder of floats, on a CPU; a checkpoint's format: refuse any other",
         read=lambda name: name.removesuffix("_marlin"),
     )
     chat_template: str | None = _model(
-        None, "file with a chat template (Jinja) to use instead of the model's own", metavar="FILE"
+        None, "file with a chat template (Jinja) that replaces the model's own", metavar="FILE"
     )
     generation_config: str = _model(
         "auto",
-        "source of the sampling parameters that a request leaves out; auto: the model's generation_config.json; "
-        "vllm: as in vLLM, neutral values; or a folder with a generation_config.json",
+        "default sampling parameters; auto: from the model's generation_config.json; vllm: neutral values, as in "
+        "vLLM; or a folder with such a file",
         metavar="auto|vllm|DIR",
     )
     pooling: Literal["auto", "last", "mean"] = _model(
         "auto",
-        "the hidden states that make an embedding; last: the last token's; mean: the mean over all tokens, for which "
-        "the prefix cache is not used; auto: as the model's 1_Pooling/config.json says, or last",
+        "how hidden states become an embedding: the last token's, or the mean of all (without prefix caching); "
+        "auto: as in the model's 1_Pooling/config.json, or last",
     )
 
     kv_cache_memory: int | None = _cache(
         None,
-        "memory for the KV cache, such as 2GiB; default: what --gpu-memory-utilization leaves, or on a CPU 40 % of the "
-        "free RAM (at most $OCTAVO_MEMORY_LIMIT, if set) that the weights leave",
+        "memory for the KV cache, such as 2GiB; default on a CPU: 40 % of the RAM that the weights leave (at most "
+        "$OCTAVO_MEMORY_LIMIT); on a GPU: see --gpu-memory-utilization",
         unit=BYTES,
         least=1,
     )
@@ -171,10 +169,9 @@ class EngineConfig(Options):
     )
     kv_budget: str | dict | None = _cache(  # type: ignore[type-arg]  # noqa: RUF009 (the default is None)
         None,
-        "JSON object that limits the keys and values that a sequence keeps, or reads in a step "
-        "(docs/serve/kv_budgets.md), such as "
-        '\'{"mode": "sinks", "tokens": 2048}\', or a .toml file by `octavo calibrate --entropy`; requests may ask '
-        "for less; default: all are kept, unless a request asks for less",
+        "limit on the tokens a sequence keeps in the KV cache or reads in a step (docs/serve/kv_budgets.md), such "
+        'as \'{"mode": "sinks", "tokens": 2048}\', or a .toml file written by `octavo calibrate --entropy`; '
+        "requests may set a smaller one; default: none",
         metavar="JSON|FILE",
         read=lambda given: str(KVBudget.parse(given)),
     )
@@ -184,91 +181,90 @@ class EngineConfig(Options):
         least=2,
     )
     block_size: int | Literal["max"] = _cache(
-        16, "tokens per block; max: one block of max_model_len tokens per sequence, as before paging", least=1
+        16,
+        "tokens per block; max: one block of max_model_len tokens per sequence, for comparison with engines "
+        "without paging",
+        least=1,
     )
     kv_cache_dtype: str = _cache(
         "auto",
-        f"format of keys and values (docs/serve/kv_codecs.md): {', '.join(KV_CACHE_DTYPES)}; or a .toml file with a "
-        "format for each layer, written by `octavo calibrate --search`; auto: the checkpoint's kv_cache_scheme, or the "
-        "model's dtype; k8v4: keys in int8, values in int4",
+        f"format of keys and values (docs/serve/kv_codecs.md): {', '.join(KV_CACHE_DTYPES)}; or a .toml file with "
+        "a format per layer, written by `octavo calibrate --search`; auto: the checkpoint's kv_cache_scheme, or "
+        "the model's dtype",
         metavar="NAME|FILE",
         read=checked_kv_cache_dtype,
     )
     kv_scales: str | None = _cache(
         None,
-        "scales of an fp8 or nvfp4 KV cache, written by `octavo calibrate`; default: the file it wrote next to the "
-        "model, or the checkpoint's own",
+        "scales of an fp8 or nvfp4 KV cache, written by `octavo calibrate`; default: that file if it is next to "
+        "the model, or the checkpoint's own",
         metavar="FILE",
     )
     calculate_kv_scales: bool = _cache(
-        False, "choose the scales of an fp8 or nvfp4 KV cache from the first tokens computed"
+        False, "compute the scales of an fp8 or nvfp4 KV cache from the first tokens processed"
     )
-    enable_prefix_caching: bool = _cache(True, "reuse the blocks of a prefix that was computed before")
+    enable_prefix_caching: bool = _cache(True, "reuse cached blocks for prompts that begin with the same tokens")
     prefix_cache: Literal["hashed", "radix"] = _cache(
         "hashed",
-        "order of evictions and admissions; hashed: by --eviction-policy and arrival; radix: the leaves of the tree of "
-        "cached blocks are evicted first, and requests with the longest cached prefix admitted first",
+        "hashed: evict by --eviction-policy, admit by arrival; radix: evict the ends of prefixes first, admit the "
+        "requests with the longest cached prefix first",
     )
     eviction_policy: Literal["lru", "fifo", "priority", "adaptive"] = _cache(
         DEFAULT_EVICTION_POLICY,
-        "which cached block is evicted first, on every tier; adaptive: the one least likely to be used again, "
-        "learned from which evicted blocks were; priority: one of the request with the lowest priority",
+        "which cached block is evicted first, on every tier; adaptive: the one least likely to be reused, "
+        "estimated from past traffic; priority: one from the lowest-priority request",
         removed={"lfu": "adaptive", "cost": "adaptive"},
     )
-    pin_budget: float = _cache(
-        0.25, "largest fraction of the KV cache that pinned prefixes may take, 0 to 1", least=0, most=1
-    )
+    pin_budget: float = _cache(0.25, "largest fraction of the KV cache that pinned prefixes may use", least=0, most=1)
     kv_events_config: KVEventsConfig | None = _cache(  # noqa: RUF009 (the default is None)
         None,
-        "JSON object with vLLM's names: publish which blocks the KV cache stores and removes, for routers, as in "
-        """'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}' (docs/operate/route.md); needs """
-        "octavo[events]",
+        "publish KV cache events for routers (docs/operate/route.md); a JSON object with vLLM's fields, such as "
+        '\'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}\'; needs octavo[events]',
         metavar="JSON",
     )
 
     swap_space: int | None = _below(
         None,
-        "host memory for the blocks of preempted sequences, such as 2GiB (a bare 2 means GiB); 0: never swap; "
-        "default: 1GiB, or less where less RAM is free",
+        "host memory for swapped-out blocks of preempted sequences, such as 2GiB (a bare 2 means GiB); 0: never "
+        "swap; default: 1GiB, or less if less RAM is free",
         unit=SWAP_BYTES,
         least=0,
     )
     kv_host_memory: int = _below(
         0,
-        "host memory for prefixes evicted from the KV cache, in addition to --swap-space, such as 8GiB: they are "
-        "copied back instead of recomputed; 0: none",
+        "host memory for prefixes evicted from the KV cache, such as 8GiB, in addition to --swap-space; 0: none",
         unit=BYTES,
         least=0,
     )
     kv_demotion: Literal["on_evict", "on_second_use", "all"] = _below(
         "on_second_use",
-        "which blocks of prefixes go to host memory and below; on_evict: those evicted; on_second_use: those evicted "
-        "after being used twice; all: every block, as soon as it is computed",
+        "which blocks are copied to host memory and below; on_evict: all evicted blocks; on_second_use: evicted "
+        "blocks that were used twice; all: every block once it is computed",
     )
     kv_disk: str | None = _below(
-        None, "directory for prefixes that outlive the process; one server at a time may use it", metavar="DIR"
+        None, "directory for prefixes that survive a restart; only one server at a time may use it", metavar="DIR"
     )
     kv_disk_size: int = _below("20GiB", "maximum size of --kv-disk", unit=BYTES, least=1, needs="kv_disk")
     kv_remote: str | None = _below(
         None,
-        "Redis or Valkey in which servers of one model share prefixes: redis://HOST:PORT/DB, rediss:// for TLS, or "
-        "unix://PATH; ?ttl=SECONDS: how long a block is kept after its last use, by default until Redis evicts it; "
-        "needs octavo[redis]; a password in it shows in `ps`: prefer $OCTAVO_KV_REMOTE",
+        "Redis or Valkey where servers of one model share prefixes: redis://HOST:PORT/DB, rediss:// for TLS, or "
+        "unix://PATH; ?ttl=SECONDS expires unused blocks; a password is visible in `ps`: prefer "
+        "$OCTAVO_KV_REMOTE; needs octavo[redis]",
         metavar="URL",
         secret=True,
     )
     kv_remote_secret: str | None = _below(
         None,
-        "key that signs what is stored in --kv-remote and handed to neighbours, so that others there cannot plant "
-        "blocks; the same on all servers, at least 16 characters; shows in `ps`: prefer $OCTAVO_KV_REMOTE_SECRET",
+        "key that signs blocks in --kv-remote and between neighbours, the same on all servers, at least 16 "
+        "characters; visible in `ps`: prefer $OCTAVO_KV_REMOTE_SECRET",
         metavar="KEY",
         check=_check_secret,
         secret=True,
     )
     kv_neighbours: str | None = _below(
         None,
-        "HOST:PORT at which this server hands blocks in host memory to servers of the same model and secret; it also "
-        "fetches theirs, as a router hints (docs/operate/route.md); needs --kv-remote-secret, --kv-demotion all and "
+        "address at which this server offers its blocks to servers of the same model, and fetches theirs when a "
+        "router suggests it (docs/operate/route.md); needs --kv-remote-secret, --kv-demotion all and "
         "octavo[redis]",
         metavar="HOST:PORT",
         check=check_address,
@@ -277,105 +273,99 @@ class EngineConfig(Options):
 
     max_num_seqs: int = _scheduling(
         256,
-        "maximum number of sequences computed in one step, and no more than --max-num-batched-tokens: each computes a "
-        "token",
+        "maximum number of sequences in one step; at most --max-num-batched-tokens",
         least=1,
     )
     max_num_batched_tokens: int = _scheduling(
-        2048, "maximum number of tokens computed in one step; longer prompts are computed in chunks", least=1
+        2048, "maximum number of tokens in one step; longer prompts are computed in chunks", least=1
     )
     itl_slo_ms: float | None = _scheduling(
         None,
-        "target for the time between two tokens of a running stream, in milliseconds: prompts are computed in chunks "
-        "small enough to keep it, by a model of step times that is fitted while serving, and if the streams of several "
-        "tenants exceed it together, those that take more than their share take turns; none: only "
-        "--max-num-batched-tokens limits a step; default: 500 in octavo serve, otherwise none",
+        "target inter-token latency in milliseconds: prompts are computed in chunks small enough to meet it, and "
+        "if tenants' streams exceed it together, they take turns; none: no target; default: 500 in octavo serve, "
+        "otherwise none",
         unit=MILLISECONDS,
         above=0,
         none=True,
     )
     scheduling_policy: Literal["fcfs", "priority", "vtc"] = _scheduling(
         "fcfs",
-        "which waiting request is admitted next; fcfs: by priority, then arrival; priority: the same with ageing, and "
-        "an urgent request preempts others; vtc: one of the tenant (API key) that has received the least service for "
-        "its weight (docs/operate/fairness.md)",
+        "order in which waiting requests are admitted; fcfs: by priority, then arrival; priority: with ageing, "
+        "and urgent requests preempt others; vtc: fair shares for tenants (docs/operate/fairness.md)",
         removed={"dlpm": "vtc"},
     )
     preemption_mode: Literal["auto", "recompute", "swap"] = _scheduling(
         "auto",
-        "how a preempted sequence gets its blocks back; auto: whichever is faster, as measured while serving, but swap "
+        "how a preempted sequence gets its blocks back; auto: whichever is faster, or swap "
         "for a quantised KV cache without --deterministic",
     )
     async_scheduling: bool | None = _scheduling(
-        None, "plan the next step while a step is computed; default: on a GPU only"
+        None, "plan the next step while the current one runs; default: on a GPU only"
     )
     speculative_config: SpeculativeConfig | None = _scheduling(  # noqa: RUF009 (the default is None)
         None,
-        "JSON object that turns on speculative decoding (docs/serve/speculation.md): tokens are drafted from known "
-        "text or by a smaller model, and the output stays the same; method: ngram (the default), suffix or "
-        "draft_model; model: that of draft_model; num_speculative_tokens (8), prompt_lookup_min (2), prompt_lookup_max "
-        "(8)",
+        "turn on speculative decoding (docs/serve/speculation.md): a JSON object with method (ngram, suffix or "
+        "draft_model), model (for draft_model), num_speculative_tokens (8), prompt_lookup_min (2) and "
+        "prompt_lookup_max (8)",
         metavar="JSON",
     )
     limits: RequestLimits = _scheduling(  # noqa: RUF009 (the default is frozen)
         DEFAULT_LIMITS,
-        "the most that one request may ask for, such as max_n=128,max_tools=16; docs/operate/limits.md lists all",
+        "limits of one request, such as max_n=128,max_tools=16; docs/operate/limits.md lists all",
         metavar="NAME=N,…",
     )
     tenant_share: float | None = _scheduling(
         None,
-        "largest fraction of --pin-budget, and of the limits max_waiting_requests and max_waiting_tokens, that one "
-        "tenant (API key) may take, up to 1, unless its entry in the keys file says otherwise; default: 0.5 where a "
-        "server has several tenants, else 1",
+        "largest fraction of --pin-budget and of the waiting queue that one tenant may use, unless the keys file "
+        "sets its own; default: 0.5 with several tenants, else 1",
         above=0,
         most=1,
     )
 
-    device: Literal["auto", "cpu", "cuda"] = _execution("auto", "where the model runs; auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = _execution("auto", "where the model runs; auto: cuda if there is a GPU")
     num_threads: int | None = _execution(
         None,
-        "CPU threads of each rank; default: one for each core that affinity, cgroups and OMP_NUM_THREADS allow, shared "
-        "by the ranks",
+        "CPU threads per rank; default: one per core that affinity, cgroups and OMP_NUM_THREADS allow, divided "
+        "among the ranks",
         least=1,
         most=MOST_THREADS,
     )
     cpu_list: str | None = _execution(
         None,
-        "CPUs that all threads and ranks run on, such as 0-15,32-47, among those that affinity and cgroups allow; "
-        "default: all of these",
+        "CPUs to run on, such as 0-15,32-47; default: all that affinity and cgroups allow",
         metavar="CPUS",
         check=_check_cpu_list,
     )
     tensor_parallel_size: int | Literal["auto"] = _execution(
         1,
-        "on a CPU: processes that share the model, on all machines together; each has some outputs of every matrix and "
-        "some heads of the KV cache; auto: one for each NUMA node of this machine, if the model can be split",
+        "number of processes (ranks) that share the model, over all machines, on CPUs only; auto: one per NUMA "
+        "node, if the model can be split",
         least=1,
         most=MOST_RANKS,
     )
     nnodes: int = _execution(
         1,
-        "machines that tensor_parallel_size is divided among; start the same command on each, with its node_rank, in a "
-        "network that you trust (docs/operate/configure.md)",
+        "number of machines that share the ranks; start the same command on each, with its own --node-rank, in a "
+        "trusted network (docs/operate/configure.md)",
         least=1,
         most=MOST_RANKS,
     )
-    node_rank: int = _execution(0, "which of nnodes this machine is; 0 serves, the others compute for it", least=0)
-    master_addr: str = _execution("127.0.0.1", "address of machine 0, for nnodes", metavar="ADDRESS")
-    master_port: int = _execution(29501, "port at which machine 0 listens for the others", least=1, most=65535)
+    node_rank: int = _execution(0, "number of this machine; machine 0 serves, the others compute for it", least=0)
+    master_addr: str = _execution("127.0.0.1", "address of machine 0, for --nnodes", metavar="ADDRESS")
+    master_port: int = _execution(29501, "port on which machine 0 listens for the other machines", least=1, most=65535)
     attention_backend: Literal["auto", "native", "triton", "reference"] = _execution(
-        "auto", "auto: the fastest that runs here; native: C++, on a CPU; triton: on a GPU; reference: plain torch"
+        "auto", "auto: the fastest available; native: C++ on a CPU; triton: on a GPU; reference: plain torch"
     )
-    deterministic: bool = _execution(False, "bit-identical output whatever the batch, the chunking and the cache state")
+    deterministic: bool = _execution(False, "produce bit-identical output regardless of batching, chunking and caching")
     seed: int | None = _execution(
         0,
-        "seed from which requests without one get theirs; default: 0, and for `octavo serve` none: from the operating "
-        "system",
+        "base seed for requests that give none; default: 0, and in `octavo serve` none: seeds come from the "
+        "operating system",
     )
     enforce_eager: bool = _execution(False, "on a GPU: launch each kernel instead of replaying CUDA graphs")
     record_plans: str | None = _execution(
         None,
-        "write each step's plan (numbers only) and its seconds to this file, for `octavo simulate --plans`",
+        "write the plan (numbers only) and duration of each step to this file, for `octavo simulate --plans`",
         metavar="FILE",
     )
 

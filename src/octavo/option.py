@@ -166,7 +166,7 @@ class Option:
             texts = tuple(part for piece in text.split(",") if (part := piece.strip()))
             if not texts:
                 raise ConfigError(
-                    f"{where} is set but holds no {'key' if self.name == 'api_key' else 'value'}: set one, or unset it"
+                    f"{where} is set but has no {'key' if self.name == 'api_key' else 'value'}: set one, or unset it"
                 )
             return texts
         if self.is_table:

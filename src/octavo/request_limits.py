@@ -147,7 +147,7 @@ class RequestLimits(Options):
     def at_most(self, limit: str, param: str, count: int, what: str) -> None:
         """Refuse a field that holds more than the entry `limit` allows."""
         if count > (most := getattr(self, limit)):
-            raise FieldError(param, f"holds {count} {what}, but at most {most} are allowed (--limits {limit})")
+            raise FieldError(param, f"has {count} {what}, but at most {most} are allowed (--limits {limit})")
 
 
 def nesting(value: object, most: int) -> int:

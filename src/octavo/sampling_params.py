@@ -190,7 +190,7 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
                 if not isinstance(text, str) or not text:
-                    raise FieldError(name, f"must hold non-empty strings, got {shown(text)}")
+                    raise FieldError(name, f"must contain non-empty strings, got {shown(text)}")
         if self.stop and not self.detokenize:
             raise FieldError("stop", "strings need detokenize=True")
         for token_id, bias in (self.logit_bias or {}).items():

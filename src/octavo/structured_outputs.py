@@ -271,9 +271,9 @@ def _choices(choice: object) -> tuple[str, ...]:
     choices = tuple(choice)
     for text in choices:
         if not isinstance(text, str) or not text:
-            raise RequestError(f"choice must hold non-empty strings, got {shown(text)}", param="structured_outputs")
+            raise RequestError(f"choice must contain non-empty strings, got {shown(text)}", param="structured_outputs")
     if not choices:
-        raise RequestError("choice must hold at least one string", param="structured_outputs")
+        raise RequestError("choice must contain at least one string", param="structured_outputs")
     return choices
 
 

@@ -37,7 +37,7 @@ def read_toml(path: str, what: str, max_bytes: int) -> TomlFile:
     except OSError as error:
         raise ConfigError(f"cannot read {what} {path}: {error.strerror or error}") from error
     if len(raw) > max_bytes:
-        raise ConfigError(f"{what} {path} holds {len(raw)} bytes; at most {max_bytes} are read")
+        raise ConfigError(f"{what} {path} has {len(raw)} bytes; at most {max_bytes} are read")
     try:
         parsed = tomllib.loads(raw.decode())
     except (ValueError, RecursionError) as error:

@@ -80,12 +80,12 @@ def test_the_library_reads_the_strings_that_python_does_and_refuses_cut_ones(str
 def test_a_missing_key_is_named_unless_there_is_a_default(path: Path) -> None:
     file = GGUFFile(path)
     assert file.get("no.such", 7) == 7
-    with pytest.raises(CorruptModelError, match=r"does not state no\.such"):
+    with pytest.raises(CorruptModelError, match=r"has no no\.such"):
         file.get("no.such")
 
 
 def test_a_missing_tensor_is_named(path: Path) -> None:
-    with pytest.raises(CorruptModelError, match="holds no tensor nothing"):
+    with pytest.raises(CorruptModelError, match="has no tensor nothing"):
         GGUFFile(path).raw("nothing")
 
 
@@ -208,7 +208,7 @@ def test_a_gguf_of_an_unsupported_architecture_is_refused_by_name(tmp_path: Path
 
 def test_a_file_without_its_last_layer_is_corrupt_however_many_it_states(tmp_path: Path) -> None:
     tiny.write_gguf(tmp_path / "x.gguf", tiny.make_model("Llama"), keys={"llama.block_count": 10**6})
-    with pytest.raises(CorruptModelError, match=r"block_count of 1000000, but holds no tensor blk\.999999\."):
+    with pytest.raises(CorruptModelError, match=r"block_count of 1000000, but has no tensor blk\.999999\."):
         gguf_model_config(GGUFFile(tmp_path / "x.gguf"))
 
 

@@ -316,8 +316,8 @@ def test_an_adapters_folder_says_what_to_do_with_it(tmp_path: Path) -> None:
     ("change", "reason"),
     [
         ({"intermediate_size": [64, 96]}, "intermediate_size differs between layers"),
-        ({"architectures": ["MambaForCausalLM"], "num_attention_heads": None}, "states no num_attention_heads"),
-        ({"architectures": ["NemotronHForCausalLM"], "num_hidden_layers": None}, "states no num_hidden_layers"),
+        ({"architectures": ["MambaForCausalLM"], "num_attention_heads": None}, "has no num_attention_heads"),
+        ({"architectures": ["NemotronHForCausalLM"], "num_hidden_layers": None}, "has no num_hidden_layers"),
     ],
 )
 def test_whole_checkpoints_that_cannot_be_run_are_not_called_corrupt(

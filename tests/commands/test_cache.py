@@ -44,7 +44,7 @@ def test_blocks_are_counted_proven_and_removed(octavo_command: OctavoCommand, tm
     assert "2 blocks" in out
     assert "1 checksum" in out
     assert octavo_command("cache", "purge", str(tmp_path))[0] == 0
-    assert "holds no blocks" in octavo_command("cache", "info", str(tmp_path))[1]
+    assert "has no blocks" in octavo_command("cache", "info", str(tmp_path))[1]
 
 
 def test_what_is_no_directory_is_refused_and_what_is_not_the_caches_is_left_alone(

@@ -165,7 +165,7 @@ def test_an_empty_file_and_a_binary_file_are_told(
 ) -> None:
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
-    assert "holds no prompt" in octavo_command("generate", "--input", tmp_path / "empty.txt")[2]
+    assert "has no prompt" in octavo_command("generate", "--input", tmp_path / "empty.txt")[2]
     assert "not UTF-8" in octavo_command("generate", "--input", tmp_path / "binary.txt")[2]
 
 

@@ -139,7 +139,7 @@ def test_a_file_that_says_something_else_is_refused_with_the_place(tmp_path: Pat
         ("OCTAVO_LIMITS", "max_n=x", "OCTAVO_LIMITS: max_n must be an integer, got 'x'"),
         ("OCTAVO_PORT", "x", "OCTAVO_PORT must be an integer, got 'x'"),
         ("OCTAVO_PORT", "", "OCTAVO_PORT is set but empty"),
-        ("OCTAVO_API_KEY", " , ", "OCTAVO_API_KEY is set but holds no key"),
+        ("OCTAVO_API_KEY", " , ", "OCTAVO_API_KEY is set but has no key"),
         ("OCTAVO_DETERMINISTIC", "maybe", "OCTAVO_DETERMINISTIC must be true or false, got 'maybe'"),
         ("OCTAVO_PORT", "tcp://10.0.0.1:8000", "which Kubernetes sets for a service called octavo"),
     ],

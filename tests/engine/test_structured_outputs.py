@@ -326,7 +326,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(
         ({"json": {"type": "string", "minLength": 5, "maxLength": 3}}, "Unsatisfiable"),
         ({"json": {"$ref": "#"}}, "nothing satisfies"),
         ({"json": False}, "Unsatisfiable"),
-        ({"regex": "a" * 65_537}, "holds 65537 bytes of regex, but at most 65536"),
+        ({"regex": "a" * 65_537}, "has 65537 bytes of regex, but at most 65536"),
         ({"regex": "(" * 65 + "a" + ")" * 65}, "nested 65 levels deep, but at most 64"),
     ],
 )

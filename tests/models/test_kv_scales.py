@@ -140,11 +140,11 @@ def test_scales_beside_the_model_are_found_and_are_no_part_of_its_fingerprint(
         ("fp8_e4m3", lambda s: s.pop(1), "cover 1 layers, but this cache has 2"),
         ("fp8_e4m3", lambda s: s[1].update(v=torch.ones(3)), "v of layer 1 is 3 numbers, but there are 2 KV heads"),
         ("fp8_e4m3", lambda s: s[0].pop("k"), "k of layer 0 is nothing, but there are 2 KV heads"),
-        ("fp8_e4m3", lambda s: s[0]["k"].copy_(torch.tensor(-1.0)), "holds -1.0, which is not a positive number"),
+        ("fp8_e4m3", lambda s: s[0]["k"].copy_(torch.tensor(-1.0)), "contains -1.0, which is not a positive number"),
         (
             "fp8_e4m3",
             lambda s: s[0]["k"].copy_(torch.tensor(float("nan"))),
-            "holds nan, which is not a positive",
+            "contains nan, which is not a positive",
         ),
     ],
 )

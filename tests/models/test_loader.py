@@ -118,7 +118,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_pat
     tensors["lm_head.weight"][7, 3] += 0.5
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(
-        CorruptModelError, match=r"holds a lm_head\.weight that differs .*\"tie_word_embeddings\": false"
+        CorruptModelError, match=r"contains a lm_head\.weight that differs .*\"tie_word_embeddings\": false"
     ):
         opened(tmp_path)
 
@@ -155,7 +155,7 @@ def test_an_index_that_names_the_wrong_shard_is_corrupt(tmp_path: Path) -> None:
     name = next(name for name, shard in index["weight_map"].items() if shard == shards[0])
     index["weight_map"][name] = shards[1]
     path.write_text(json.dumps(index))
-    with pytest.raises(CorruptModelError, match=f"does not hold {name}"):
+    with pytest.raises(CorruptModelError, match=f"does not contain {name}"):
         opened(tmp_path)
 
 

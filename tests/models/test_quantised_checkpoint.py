@@ -271,10 +271,10 @@ def test_a_format_that_the_file_does_not_hold_is_refused_with_what_it_holds(tmp_
     write(tmp_path, "awq")
     for given in ("awq", "awq_marlin", "auto", "none"):
         model_of(EngineConfig(model=str(tmp_path), quantization=given))
-    with pytest.raises(ConfigError, match=r"quantization is 'gptq', but .* holds weights in awq"):
+    with pytest.raises(ConfigError, match=r"quantization is 'gptq', but .* contains weights in awq"):
         model_of(EngineConfig(model=str(tmp_path), quantization="gptq"))
-    with pytest.raises(ConfigError, match=r"'q8_0' is for floats, and .* holds weights in awq"):
+    with pytest.raises(ConfigError, match=r"'q8_0' is for floats, and .* contains weights in awq"):
         model_of(EngineConfig(model=str(tmp_path), quantization="q8_0"))
     write_hf_model(tmp_path / "floats", "Llama")
-    with pytest.raises(ConfigError, match=r"quantization is 'fp8', but .* holds floats"):
+    with pytest.raises(ConfigError, match=r"quantization is 'fp8', but .* contains floats"):
         model_of(EngineConfig(model=str(tmp_path / "floats"), quantization="fp8"))

@@ -223,7 +223,7 @@ def test_a_pool_too_short_for_max_model_len_starts_with_a_warning(
 ) -> None:
     with caplog.at_level(logging.WARNING, "octavo"):
         generate_a_token(EngineConfig(model=tiny_model, device="cpu", num_blocks=4, block_size=16))
-    assert "holds a sequence of at most 48 tokens, not of max_model_len (256)" in caplog.text
+    assert "fits a sequence of at most 48 tokens, less than max_model_len (256)" in caplog.text
     assert "--max-model-len 48" in caplog.text
 
 

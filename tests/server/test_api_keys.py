@@ -106,7 +106,7 @@ def test_a_variable_that_holds_no_key_does_not_open_the_server(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigError, match=f"{variable} is set but holds no key"):
+    with pytest.raises(ConfigError, match=f"{variable} is set but has no key"):
         AcceptedKeys(ServerConfig())
 
 

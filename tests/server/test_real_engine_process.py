@@ -285,7 +285,7 @@ def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_one(tmp_path: P
     ("make", "says"),
     [
         (missing, "there is no file or folder"),
-        (no_model_at_all, "holds neither a config.json nor a GGUF file"),
+        (no_model_at_all, "has neither a config.json nor a GGUF file"),
         (cut_short, "truncated or corrupt"),
         (not_gguf, "GGUF"),
         (unknown_type, "is stored as TQ2_0; supported: F32"),

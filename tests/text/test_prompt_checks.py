@@ -43,7 +43,7 @@ def test_an_array_is_checked_and_kept() -> None:
 
 @pytest.mark.parametrize("wrong", [2000, -1, True, 1.0, "1"])
 def test_an_id_far_behind_is_refused_as_well(wrong: object) -> None:
-    with pytest.raises(RequestError, match=r"token id|must hold token ids"):
+    with pytest.raises(RequestError, match=r"token id|must contain token ids"):
         packed_token_ids([*[5] * 30_000, wrong], 2000, "prompt")  # type: ignore[list-item]
 
 

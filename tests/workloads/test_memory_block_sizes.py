@@ -44,7 +44,9 @@ def test_the_budget_is_what_contiguous_sequences_reserve_and_the_null_block_come
 
 def test_a_budget_below_one_contiguous_sequence_is_refused_with_the_numbers(llama: ModelShape) -> None:
     config = EngineConfig(max_model_len=2048, kv_cache_memory=1000)
-    with pytest.raises(ConfigError, match=r"1000 bytes do not hold one contiguous sequence of 2048 tokens.*1073741824"):
+    with pytest.raises(
+        ConfigError, match=r"1000 bytes are too few for one contiguous sequence of 2048 tokens.*1073741824"
+    ):
         CacheBudget.build(llama, config, 4)
 
 

@@ -206,7 +206,7 @@ def test_bench_serve_with_failures_exits_with_1_and_still_reports(
         (["--max-concurrency", "0"], "--max-concurrency must be at least 1"),
         (["--timeout", "0"], "--timeout must be above 0"),
         (["--workload", "nothing"], "unknown workload 'nothing'"),
-        (["--workload", "single", "--num-prompts", "2"], "single holds 1 requests"),
+        (["--workload", "single", "--num-prompts", "2"], "single has 1 requests"),
     ],
 )
 def test_bench_serve_refuses_what_cannot_work(octavo_command: OctavoCommand, argv: list[str], message: str) -> None:

@@ -49,7 +49,7 @@ def test_the_format_is_read_from_the_content_not_the_name(tmp_path: Path) -> Non
         ("", "is not a known trace"),
         ("a,b\n1,2\n", "is not a known trace"),
         ("[", "Expecting value"),
-        ("[]", "holds no request"),
+        ("[]", "has no request"),
         ('[{"prompt_token_ids": [1]}]', "entry 0: 'max_tokens' is missing"),
         ('[{"prompt_token_ids": [], "max_tokens": 1}]', "entry 0: both lengths must be at least 1, got 0 in and 1 out"),
         ('[{"prompt_token_ids": 3, "max_tokens": 1}]', "entry 0: "),

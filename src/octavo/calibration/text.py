@@ -33,7 +33,7 @@ def read_text(path: str | None) -> Text:
     except OSError as error:
         raise ConfigError(f"cannot read the text {path}: {error.strerror or error}") from error
     if len(raw) > _MOST_BYTES:
-        raise ConfigError(f"the text {path} holds more than {_MOST_BYTES:,} bytes: pass an excerpt")
+        raise ConfigError(f"the text {path} has more than {_MOST_BYTES:,} bytes: pass an excerpt")
     try:
         return Text(path, raw.decode())
     except UnicodeDecodeError as error:

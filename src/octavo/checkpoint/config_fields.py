@@ -76,7 +76,7 @@ class ConfigFields:
         if value is None:
             value = self._defaults.get(key) or default
         if value is None:
-            raise CorruptModelError(f"{self.source} does not state {key}")
+            raise CorruptModelError(f"{self.source} has no {key}")
         return uniform_size(value, key, self.source, minimum)
 
     def dictionary(self, *keys: str) -> dict[str, Any]:

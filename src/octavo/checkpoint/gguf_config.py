@@ -56,14 +56,12 @@ def gguf_model_config(file: GGUFFile, max_len: int | None = None) -> ModelConfig
     # Layers that predict further tokens come last, and are not computed.
     num_layers = meta.uniform("block_count") - int(meta.get("nextn_predict_layers", 0))
     if (last := f"blk.{num_layers - 1}.attn_output.weight") not in file.tensors:
-        raise CorruptModelError(
-            f"{file.path} states a {stated}.block_count of {num_layers}, but holds no tensor {last}"
-        )
+        raise CorruptModelError(f"{file.path} has a {stated}.block_count of {num_layers}, but has no tensor {last}")
     latent = _latent(meta, native)
     rotary_dim = latent.rotary_dim if latent else head_dim
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise CorruptModelError(f"{file.path} holds no matrix token_embd.weight")
+        raise CorruptModelError(f"{file.path} has no matrix token_embd.weight")
     windows = _windows(meta, native, num_layers)
     max_position = meta.uniform("context_length")
     ropes = _layer_ropes(file, meta, native, rotary_dim, windows, max_len or max_position)
@@ -266,7 +264,7 @@ def _rope(file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int
         factors = tuple(float(value) for value in file.dequantize(name).reshape(-1))
         if len(factors) != rotary_dim // 2:
             raise CorruptModelError(
-                f"{file.path}: {name} holds {len(factors)} factors for {rotary_dim // 2} frequencies"
+                f"{file.path}: {name} has {len(factors)} factors for {rotary_dim // 2} frequencies"
             )
     if scaling == "yarn":
         others = {

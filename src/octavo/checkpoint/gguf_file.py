@@ -132,7 +132,7 @@ class GGUFFile:
             self._others |= dict.fromkeys(shard.tensors, shard)
         wanted = int(self._metadata.get("split.tensors.count", len(tensors)))
         if len(tensors) != wanted:
-            raise CorruptModelError(f"{self.path} and its shards hold {len(tensors)} tensors, and should hold {wanted}")
+            raise CorruptModelError(f"{self.path} and its shards have {len(tensors)} tensors, but should have {wanted}")
         self.tensors = tensors
 
     def _read_header(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
@@ -163,7 +163,7 @@ class GGUFFile:
         """
         value = self._metadata.get(key, default)
         if value is _REQUIRED:
-            raise CorruptModelError(f"{self.path} does not state {key}")
+            raise CorruptModelError(f"{self.path} has no {key}")
         return self._elements(value) if isinstance(value, _Array) else value
 
     def length(self, key: str) -> int:
@@ -207,7 +207,7 @@ class GGUFFile:
         try:
             return self.tensors[name]
         except KeyError:
-            raise CorruptModelError(f"{self.path} holds no tensor {name}") from None
+            raise CorruptModelError(f"{self.path} has no tensor {name}") from None
 
     def _read_tensors(self, count: int) -> Iterator[GGUFTensor]:
         infos = []
@@ -234,7 +234,7 @@ class GGUFFile:
             block_size, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
             if shape and shape[-1] % block_size:
                 raise self._corrupt(
-                    f"tensor {name} has rows of {shape[-1]}, {tensor_type.name} blocks hold {block_size}"
+                    f"tensor {name} has rows of {shape[-1]}, {tensor_type.name} blocks have {block_size}"
                 )
             tensor = GGUFTensor(name, shape, tensor_type, data_start + offset, prod(shape) // block_size * block_bytes)
             if tensor.start + tensor.num_bytes > self.size:

@@ -80,7 +80,7 @@ def _model_config(raw: dict[str, Any], path: Path, max_len: int | None) -> Model
     sizes = ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size")
     if native is None and (missing := [key for key in sizes if fields.get(key) is None]):
         raise UnsupportedModelError(
-            f"{path}: {architecture} states no {missing[0]}; Octavo serves decoder-only models with attention"
+            f"{path}: {architecture} has no {missing[0]}; Octavo serves decoder-only models with attention"
         )
     num_heads = fields.size("num_attention_heads")
     hidden_size = fields.size("hidden_size")
@@ -148,7 +148,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CorruptModelError(f"{path} holds a JSON {type(content).__name__}, not an object")
+        raise CorruptModelError(f"{path} contains a JSON {type(content).__name__}, not an object")
     return content
 
 
@@ -170,7 +170,7 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
     model_type = str(raw.get("model_type", ""))
     if not names:
         if not model_type:
-            raise CorruptModelError(f"{path} states neither architectures nor model_type")
+            raise CorruptModelError(f"{path} has neither architectures nor model_type")
         return next(
             (name for name, native in NATIVE_ARCHITECTURES.items() if native.model_type == model_type), model_type
         )

@@ -91,9 +91,9 @@ def model_of(config: EngineConfig) -> ModelSource:
     wanted, stored = config.quantization, stored_format(source)
     if wanted in CHECKPOINT_FORMATS and wanted != stored:
         held = "floats" if stored == "none" else f"weights in {stored}"
-        raise ConfigError(f"quantization is {wanted!r}, but {source.path} holds {held}")
+        raise ConfigError(f"quantization is {wanted!r}, but {source.path} contains {held}")
     if wanted in ("q8_0", "q4_0") and stored != "none":
-        raise ConfigError(f"quantization {wanted!r} is for floats, and {source.path} holds weights in {stored}")
+        raise ConfigError(f"quantization {wanted!r} is for floats, and {source.path} contains weights in {stored}")
     return source
 
 
@@ -208,7 +208,7 @@ def _folder(name: str, folder: Path, hf_file: str | None = None) -> ModelSource:
     if (folder / "adapter_config.json").is_file():
         base = (read_json(folder / "adapter_config.json") or {}).get("base_model_name_or_path", "its base model")
         raise UnsupportedModelError(
-            f"{folder} holds an adapter (LoRA) for {base}, which Octavo does not apply: merge it into the model with "
+            f"{folder} is an adapter (LoRA) for {base}, which Octavo does not apply: merge it into the model with "
             "peft's merge_and_unload() and serve the folder that save_pretrained() writes"
         )
     files = first_shards([path.name for path in folder.glob("*.gguf")])
@@ -216,8 +216,8 @@ def _folder(name: str, folder: Path, hf_file: str | None = None) -> ModelSource:
         return ModelSource(name, folder / files[0], ModelFormat.GGUF)
     if files:
         listed = ", ".join(str(folder / file) for file in files)
-        raise ModelNotFoundError(f"{folder} holds {len(files)} GGUF files; name one: {listed}")
-    raise ModelNotFoundError(f"{folder} holds neither a config.json nor a GGUF file")
+        raise ModelNotFoundError(f"{folder} has {len(files)} GGUF files; name one: {listed}")
+    raise ModelNotFoundError(f"{folder} has neither a config.json nor a GGUF file")
 
 
 def _not_fetched(hub_id: str, error: Exception) -> ModelNotFoundError:

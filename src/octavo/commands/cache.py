@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             if Reason.LAYOUT in model["damaged"]:
                 print("  layout: written by another version of Octavo; given up when room is needed")
     if not models:
-        print(f"{args.directory} holds no blocks")
+        print(f"{args.directory} has no blocks")
     if holder is not None:
         print(f"in use by {holder}: blocks that it is writing now count as misses")
     if args.json:

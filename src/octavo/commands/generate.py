@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output and not Path(args.output).absolute().parent.is_dir():
         raise ConfigError(f"cannot write {args.output}: its folder does not exist")
     if not prompts:
-        raise ConfigError(f"{args.input} holds no prompt")
+        raise ConfigError(f"{args.input} has no prompt")
 
     from octavo import LLM
 

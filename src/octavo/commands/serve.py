@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.serve")
 
 DESCRIPTION = """\
-Serve a model over HTTP, with OpenAI's API. Every option is also an environment variable (OCTAVO_MAX_NUM_SEQS=64; lists
-are split at commas) and a line of --config (max_num_seqs = 64). Flags override the environment, which overrides the
-file. The server logs the options from the environment and the file at its start, with keys hidden; with --log-level
-debug, it logs all options.
+Serve a model over HTTP, with OpenAI's API. The most common options are MODEL, --host, --port, --keys-file,
+--served-model-name, --max-model-len, --max-num-seqs, --kv-cache-memory, --kv-cache-dtype and --kv-disk. Every option
+can also be set in the environment (OCTAVO_MAX_NUM_SEQS=64; lists are separated by commas) or in a TOML file
+(max_num_seqs = 64). Flags override the environment, which overrides the file.
 """
 
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="TOML file of options: max_num_seqs = 64, and so for every flag below; default: $OCTAVO_CONFIG",
+        help="TOML file of options; default: $OCTAVO_CONFIG",
     )
     add_options(parser, ServerConfig)
     add_engine_options(parser, positional_model=True)

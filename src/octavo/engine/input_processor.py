@@ -232,7 +232,7 @@ class InputProcessor:
             prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         token_ids = packed_token_ids(prompt, self.vocab_size, "prompt")
         if not token_ids:
-            raise RequestError("the prompt is empty: it must hold at least one token", param="prompt")
+            raise RequestError("the prompt is empty: it must have at least one token", param="prompt")
         return token_ids
 
     def require_tokenizer(self) -> Tokenizer:

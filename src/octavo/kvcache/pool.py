@@ -268,7 +268,7 @@ class BlockPool:
         if (num_pinned := int((has_pins & unused).sum())) != self.num_pinned:
             yield f"{num_pinned} blocks are pinned, but {self.num_pinned} are counted"
         if len(self._eviction) != self.num_cached:
-            yield f"the eviction policy holds {len(self._eviction)} blocks, but {self.num_cached} are counted"
+            yield f"the eviction policy has {len(self._eviction)} blocks, but {self.num_cached} are counted"
         is_free, is_cached = unused & ~published, unused & published & ~has_pins
         is_free[NULL_BLOCK] = free[NULL_BLOCK] != 0
         for i in np.flatnonzero(((free != 0) != is_free) | ((cached != 0) != is_cached)).tolist():

@@ -76,7 +76,7 @@ class GGUFWeights:
         try:
             tensor = self._file.tensors[self._gguf_names[name]]
         except KeyError:
-            raise CorruptModelError(f"{self._file.path} holds no tensor {name}") from None
+            raise CorruptModelError(f"{self._file.path} has no tensor {name}") from None
         return replace(tensor, shape=tensor.shape[1:]) if name in self._experts else tensor
 
 

@@ -116,7 +116,7 @@ def _numbers(what: str, numbers: Any, count: int) -> torch.Tensor:
         raise ConfigError(f"{what} is {found}, but there are {count} KV heads")
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
-            raise ConfigError(f"{what} holds {number!r}, which is not a positive number")
+            raise ConfigError(f"{what} contains {number!r}, which is not a positive number")
     return torch.tensor(numbers, dtype=torch.float32)
 
 

@@ -50,7 +50,7 @@ def open_weights(source: ModelSource, config: ModelConfig, online: str | None = 
                 """--hf-overrides '{"tie_word_embeddings": true}'"""
             )
         if not weights.has(name):
-            raise CorruptModelError(f"{source.path} holds no tensor {name}, which should be {list(shape)}")
+            raise CorruptModelError(f"{source.path} has no tensor {name}, which should be {list(shape)}")
         if weights.shape(name) != shape:
             raise CorruptModelError(
                 f"{source.path}: tensor {name} is {list(weights.shape(name))}, but the configuration says {list(shape)}"
@@ -68,7 +68,7 @@ def _check_tied(source: ModelSource, config: ModelConfig, weights: WeightSource)
     dtype = getattr(torch, config.dtype)
     if not torch.equal(weights.get(embedding, dtype), weights.get(head, dtype)):
         raise CorruptModelError(
-            f"{source.path} holds a {head} that differs from {embedding}, but config.json ties them: pass "
+            f"{source.path} contains a {head} that differs from {embedding}, but config.json ties them: pass "
             """--hf-overrides '{"tie_word_embeddings": false}' to use both"""
         )
 
@@ -150,7 +150,7 @@ class SafetensorsWeights:
             held = set(file.keys())
             for name in (name for name, holder in weight_map.items() if holder == file_name):
                 if name not in held:
-                    raise CorruptModelError(f"{folder / file_name} does not hold {name}, though the index says so")
+                    raise CorruptModelError(f"{folder / file_name} does not contain {name}, though the index says so")
                 files[name] = file
         self._hold(files)
 
@@ -222,16 +222,16 @@ class SafetensorsWeights:
             return found[0]
         if found:
             raise CorruptModelError(
-                f"{self._folder} holds {len(found)} safetensors files and no model.safetensors.index.json"
+                f"{self._folder} has {len(found)} safetensors files and no model.safetensors.index.json"
             )
         others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self._folder.glob(pattern))
         if others:
             raise UnsupportedModelError(
-                f"{self._folder} holds weights as {others[0]}: a pickle can run code when it is read, so Octavo reads "
+                f"{self._folder} has weights as {others[0]}: a pickle can run code when it is read, so Octavo reads "
                 "safetensors only. Convert with transformers: "
                 f"AutoModelForCausalLM.from_pretrained({str(self._folder)!r}).save_pretrained(new_folder)"
             )
-        raise ModelNotFoundError(f"{self._folder} holds no model.safetensors")
+        raise ModelNotFoundError(f"{self._folder} has no model.safetensors")
 
 
 def _locate(name: str, file_of: _FileOf) -> TensorPart:
@@ -261,4 +261,4 @@ def _file_with(name: str, folder: Path, file_of: _FileOf) -> tuple[Any, str]:
     try:
         return file_of[name]
     except KeyError:
-        raise CorruptModelError(f"{folder} holds no tensor {name}") from None
+        raise CorruptModelError(f"{folder} has no tensor {name}") from None

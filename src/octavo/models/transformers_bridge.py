@@ -96,7 +96,7 @@ class TransformersModel(CausalLM):
         from huggingface_hub.errors import StrictDataclassError
 
         if not (Path(folder) / "config.json").is_file():
-            raise ModelNotFoundError(f"{folder} holds no config.json")
+            raise ModelNotFoundError(f"{folder} has no config.json")
         register_attention()
         try:
             raw = merged(read_json(Path(folder) / "config.json") or {}, overrides or {})

@@ -257,7 +257,7 @@ class Sizing:
         """Warn if the pool is too small for a sequence of max_model_len tokens."""
         if (longest := self._longest(pool)) < self.max_model_len:
             logger.warning(
-                "the KV cache (%s) holds a sequence of at most %d tokens, not of max_model_len (%d): longer requests "
+                "the KV cache (%s) fits a sequence of at most %d tokens, less than max_model_len (%d): longer requests "
                 "are refused; give it more memory, or --max-model-len %d",
                 format_bytes(pool.num_bytes),
                 longest,

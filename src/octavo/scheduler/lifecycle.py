@@ -157,7 +157,7 @@ class Lifecycle:
             child.num_computed = 0
 
     def resume(self, seq: Sequence) -> None:
-        """Resume a sequence with a next token to compute: queue it if it holds no blocks."""
+        """Resume a sequence with a next token to compute: queue it if it has no blocks."""
         if seq.status is SequenceStatus.PARKED:
             self.waiting.push(seq)
 

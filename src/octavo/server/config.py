@@ -42,6 +42,7 @@ def _check_url(url: str, name: str) -> None:
 
 _address = partial(option, group="address options")
 _access = partial(option, group="access options (docs/operate/keys.md)")
+_router = partial(option, group="router options (docs/operate/route.md)")
 _api = partial(option, group="API options")
 _log = partial(option, group="log and monitoring options")
 _connection = partial(option, group="connection options")
@@ -56,50 +57,46 @@ class ServerLimits(Options):
 
     max_connections: int = option(
         1024,
-        "open connections; one more closes the one that has waited for a request for the longest, or gets a 503 with "
-        "Retry-After if all have one",
+        "open connections; a new one replaces the one that has been idle longest, or gets 503 with Retry-After if "
+        "none is idle",
         least=1,
     )
     header_timeout: float = option(
-        10.0, "seconds in which a client must send a whole header; over it: 408, closed", unit=SECONDS, above=0
+        10.0, "seconds to receive a request's header; then 408, and the connection is closed", unit=SECONDS, above=0
     )
     body_timeout: float = option(
         30.0,
-        "seconds in which a client must send a body, in addition to one per 64 KiB; over it: 408, closed",
+        "seconds to receive a body, plus one second per 64 KiB; then 408, and the connection is closed",
         unit=SECONDS,
         above=0,
     )
     write_timeout: float = option(
         30.0,
-        "seconds after which a client that reads nothing of its answer is disconnected, and its request ended",
+        "seconds after which a client that reads nothing of its answer is disconnected and its request ended",
         unit=SECONDS,
         above=0,
     )
-    keep_alive_timeout: float = option(
-        5.0, "seconds that a connection without a request is kept open", unit=SECONDS, above=0
-    )
-    max_body_size: int = option(
-        "16MiB", "size of a request body; larger ones get a 413 before they are held", unit=BYTES, least=1
-    )
+    keep_alive_timeout: float = option(5.0, "seconds that an idle connection is kept open", unit=SECONDS, above=0)
+    max_body_size: int = option("16MiB", "size of a request body; a larger one gets 413", unit=BYTES, least=1)
     max_total_body_size: int = option(
         "256MiB",
-        "size of all bodies being received or read, beyond the first 64 KiB of each; above it, the tenant with "
-        "the most gets a 503 for the oldest of its bodies",
+        "size of all bodies being received or parsed, excluding the first 64 KiB of each; beyond it, the oldest "
+        "body of the tenant with the most gets 503",
         unit=BYTES,
         least=1,
     )
     max_body_seconds: float = option(
         10.0,
-        "seconds that reading one large body, or one chat, may take: its JSON, the chat template, the tokenizer",
+        "seconds to parse one large body or one chat: JSON, chat template and tokenizer",
         unit=SECONDS,
         above=0,
         most=inf,
     )
-    max_body_memory: int = option("1GiB", "memory of the process that reads it", unit=BYTES, least=1)
+    max_body_memory: int = option("1GiB", "memory of the process that parses it", unit=BYTES, least=1)
     max_stored_responses: int = option(
         "64MiB",
-        "memory for stored responses (previous_response_id); a tenant may take a quarter; the oldest are dropped; "
-        "0: none are stored",
+        "memory for stored responses (previous_response_id); one tenant may use a quarter; the oldest are dropped "
+        "first; 0: store none",
         unit=BYTES,
         least=0,
     )
@@ -121,124 +118,118 @@ class ServerConfig(Options):
         "max_stored_tenant_responses": "a tenant may take a quarter of max_stored_responses, in --server-limits",
     }
 
-    host: str = _address("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
-    port: int = _address(8000, "port to listen on; 0 picks a free one", least=0, most=65535)
+    host: str = _address("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces")
+    port: int = _address(8000, "port to listen on; 0: any free port", least=0, most=65535)
     uds: str | None = _address(
         None,
-        "path of a Unix socket to listen on instead; its owner and group may connect",
+        "Unix socket to listen on instead of a port; its owner and group may connect",
         metavar="PATH",
         check=_check_uds,
     )
     ssl_certfile: str | None = _address(
-        None, "certificate chain (PEM): serve HTTPS; needs --ssl-keyfile", metavar="FILE", needs="ssl_keyfile"
+        None, "certificate chain (PEM), to serve HTTPS; needs --ssl-keyfile", metavar="FILE", needs="ssl_keyfile"
     )
     ssl_keyfile: str | None = _address(
         None, "private key (PEM) of --ssl-certfile", metavar="FILE", needs="ssl_certfile"
     )
     root_path: str = _address(
-        "", "path prefix that a proxy in front removes, such as /llm", metavar="PATH", check=_check_root_path
+        "", "path prefix that a reverse proxy strips, such as /llm", metavar="PATH", check=_check_root_path
     )
 
     api_key: Sequence[str] = _access(
         (),
-        "key that clients must send; may be given several times, each a tenant of its own; shows in `ps`: prefer "
-        f"--keys-file; default: ${API_KEY_VARIABLE}, split at commas",
+        "API key for clients; repeat for several, each its own tenant; visible in `ps`: prefer --keys-file; "
+        f"default: ${API_KEY_VARIABLE}, separated by commas",
         metavar="KEY",
         check=check_key,
         secret=True,
     )
     keys_file: str | None = _access(
-        None, "TOML file of tenants and their keys, instead of --api-key; reread on SIGHUP", metavar="FILE"
+        None, "TOML file of tenants, their keys and limits, instead of --api-key; reread on SIGHUP", metavar="FILE"
     )
     admin_key: str | None = _access(
         None,
-        "key for /debug and /reset_prefix_cache, which are closed without one (or a tenant with admin = true in the "
-        f"keys file); shows in `ps`; default: ${ADMIN_KEY_VARIABLE}",
+        "key for /debug and /reset_prefix_cache, which are otherwise open only to tenants with admin = true in "
+        f"the keys file; visible in `ps`; default: ${ADMIN_KEY_VARIABLE}",
         metavar="KEY",
         check=check_key,
         secret=True,
     )
-    router_key: str | None = _access(
+    metrics_access: Literal["open", "admin"] = _access(
+        "open",
+        "who may read /metrics; admin: only with an admin key; per-tenant metrics always need one",
+    )
+    live_page_text: bool = _access(
+        False, "show the text of cached tokens on the live page (/cache), with an admin key only"
+    )
+    shared_prefix_cache: bool = _access(
+        False, "share cached prefixes between tenants: more hits, but a tenant can detect what others have sent"
+    )
+    allow_unauthenticated: bool = _access(False, "allow addresses other than loopback without API keys")
+    allowed_hosts: Sequence[str] = _access(
+        (),
+        "without API keys: an additional Host name to accept, apart from IP addresses, localhost and this "
+        "machine's name; may be repeated; *: any",
+        metavar="NAME",
+    )
+    allowed_origins: Sequence[str] = _access(
+        (),
+        "origin whose web pages may use the server (CORS), such as https://chat.example; may be repeated; *: any",
+        metavar="URL",
+    )
+
+    router_key: str | None = _router(
         None,
-        "key of `octavo route`; only requests with it may have token ids in place of a prompt; shows in `ps`: prefer "
+        "key shared with `octavo route`; required to send token ids in place of a prompt; visible in `ps`: prefer "
         "$OCTAVO_ROUTER_KEY",
         metavar="KEY",
         check=check_key,
         secret=True,
     )
-    register_with: Sequence[str] = _access(
+    register_with: Sequence[str] = _router(
         (),
-        "URL of a router (octavo route --accept-workers) to register with; may be given several times",
+        "URL of a router (octavo route --accept-workers) to register with; may be repeated",
         metavar="URL",
         check=_check_url,
     )
-    advertised_url: str | None = _access(
+    advertised_url: str | None = _router(
         None,
-        "URL by which routers reach this server; default: its host's name and port",
+        "URL at which routers reach this server; default: its host name and port",
         metavar="URL",
         check=_check_url,
     )
-    role: Literal["both", "prefill", "decode"] = _access(
+    role: Literal["both", "prefill", "decode"] = _router(
         "both",
-        "what routers send here; decode: answers, whose long prompts another server computes first; prefill: such "
-        "prompts, and whole requests if no other server takes them; both: either (docs/operate/route.md)",
-    )
-    metrics_access: Literal["open", "admin"] = _access(
-        "open",
-        "who may read /metrics; admin: requests with an admin key only; numbers by tenant always need an admin key",
-    )
-    live_page_text: bool = _access(
-        False, "show the text of a block's tokens on the live page (at /cache), to holders of an admin key only"
-    )
-    shared_prefix_cache: bool = _access(
-        False, "share cached prefixes between tenants: faster, but each can find out what others have sent"
-    )
-    allow_unauthenticated: bool = _access(False, "listen on addresses other than loopback without API keys")
-    allowed_hosts: Sequence[str] = _access(
-        (),
-        "without API keys: a host name that requests may use, besides addresses, localhost and the machine's own name; "
-        "may be given several times; *: any",
-        metavar="NAME",
-    )
-    allowed_origins: Sequence[str] = _access(
-        (),
-        "origin whose web pages may use the server (CORS), such as https://chat.example; may be given several times; "
-        "*: any",
-        metavar="URL",
+        "requests that routers send here; decode: answers whose long prompts another server computes; prefill: "
+        "those prompts; both: either",
     )
 
     served_model_name: Sequence[str] = _api(
-        (), "name of the model in requests, instead of --model; may be given several times", metavar="NAME"
+        (), "model name for clients, instead of --model; may be repeated", metavar="NAME"
     )
     tool_call_parser: Literal["auto", "none", *TOOL_CALL_PARSERS] = _api(  # type: ignore[valid-type]
-        "auto", "format of the model's tool calls; auto: the one in its chat template, or hermes"
+        "auto", "format of the model's tool calls; auto: detected from its chat template, else hermes; none: off"
     )
-    enable_auto_tool_choice: bool = _api(
-        True, "let the model call tools, which --tool-call-parser none switches off too"
-    )
+    enable_auto_tool_choice: bool = _api(True, "let the model decide to call tools")
     reasoning_parser: Literal["auto", "none", *REASONING_PARSERS] = _api(  # type: ignore[valid-type]
-        "auto", "format of the model's reasoning, returned as reasoning_content; auto: the one in its chat template"
+        "auto",
+        "format of the model's reasoning, returned as reasoning_content; auto: detected from its chat template; "
+        "none: off",
     )
-    strict_requests: bool = _api(
-        False, "refuse unknown fields of a request (400) instead of ignoring them with a warning"
-    )
+    strict_requests: bool = _api(False, "reject unknown request fields with a 400 instead of ignoring them")
 
-    log_level: Literal["debug", "info", "warning", "error"] = _log("info", "lowest severity that is logged")
-    log_format: Literal["text", "json"] = _log(
-        "text", "format of the log, on standard error; json: one object per line"
-    )
-    access_log: bool = _log(True, "log a line for every request, without its prompt and answer")
+    log_level: Literal["debug", "info", "warning", "error"] = _log("info", "lowest severity to log")
+    log_format: Literal["text", "json"] = _log("text", "format of the log on standard error; json: one object per line")
+    access_log: bool = _log(True, "log one line per request, without its text")
     otlp_traces_endpoint: str | None = _log(
         None,
-        "OpenTelemetry collector for traces of all requests, such as http://127.0.0.1:4318/v1/traces; needs "
-        "octavo[otel]",
+        "OpenTelemetry collector for request traces, such as http://127.0.0.1:4318/v1/traces; needs octavo[otel]",
         metavar="URL",
         check=_check_url,
     )
     watchdog_timeout: float = _log(
         60.0,
-        "time after which an engine step that has not finished is reported (log, /metrics, /health, /ready), but not "
-        "stopped; 0: never",
+        "report an engine step that takes longer than this (log, /metrics, /health, /ready); 0: never",
         unit=SECONDS,
         least=0,
     )
@@ -251,13 +242,13 @@ class ServerConfig(Options):
     )
     request_timeout: float | None = _connection(
         None,
-        "time after which an unfinished request ends with an error, queueing included; default: none",
+        "end unfinished requests with an error after this time, including time in the queue; default: never",
         unit=SECONDS,
         above=0,
     )
     shutdown_timeout: float = _connection(
         30.0,
-        "time that running requests have to finish after the first Ctrl-C or SIGTERM",
+        "time for running requests to finish after Ctrl-C or SIGTERM",
         unit=SECONDS,
         least=0,
         most=inf,
@@ -297,7 +288,7 @@ def _keys_of_environment(variable: str) -> tuple[str, ...]:
         return ()
     keys = tuple(key for part in value.split(",") if (key := part.strip()))
     if not keys:
-        raise ConfigError(f"the environment variable {variable} is set but holds no key: set one, or unset it")
+        raise ConfigError(f"the environment variable {variable} is set but has no key: set one, or unset it")
     for key in keys:
         check_key(key, f"a key of ${variable}")
     return keys

@@ -112,7 +112,7 @@ class Client:
         """Raise `RequestError` if a body has more prompts than may wait at once, so that it could never be admitted."""
         if self.max_waiting_requests is not None and num_prompts > self.max_waiting_requests:
             raise RequestError(
-                f"prompt holds {num_prompts} prompts, but at most {self.max_waiting_requests} requests of this API "
+                f"prompt has {num_prompts} prompts, but at most {self.max_waiting_requests} requests of this API "
                 "key's tenant may wait",
                 param="prompt",
             )

@@ -54,7 +54,7 @@ def render_chat(
             "this model has no chat template: send a plain prompt to /v1/completions instead", param="messages"
         )
     if not messages:
-        raise RequestError("messages must hold at least one message", param="messages")
+        raise RequestError("messages must contain at least one message", param="messages")
     conversation = [_normalize(message, index) for index, message in enumerate(messages)]
     try:
         pieces = _compile(template).generate(
@@ -167,7 +167,7 @@ def _text(content: Any, index: int) -> str:
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RequestError(f"{where} may hold parts of type 'text' only, got {kind!r}", param="messages")
+            raise RequestError(f"{where} may contain parts of type 'text' only, got {kind!r}", param="messages")
         texts.append(part["text"])
     return "\n".join(texts)
 

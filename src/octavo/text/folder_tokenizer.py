@@ -116,7 +116,7 @@ def _write_spaces_as_llama(backend: tokenizers.Tokenizer, config: Mapping[str, A
 def _through_transformers(folder: Path, named: dict[str, str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Let transformers convert a vocabulary in older files (tokenizer.model, vocab.json with merges.txt)."""
     if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")):
-        raise ModelNotFoundError(f"{folder} holds no tokenizer.json and no other vocabulary")
+        raise ModelNotFoundError(f"{folder} has no tokenizer.json and no other vocabulary")
     from transformers import AutoTokenizer
 
     try:

@@ -95,7 +95,7 @@ def _are_all_known(ids: Sequence[int], vocab_size: int) -> bool:
 def _refuse_first_unknown(ids: Sequence[int], vocab_size: int, param: str) -> None:
     for token_id in ids:
         if type(token_id) is not int:
-            raise FieldError(param, f"must hold token ids, got {shown(token_id)}")
+            raise FieldError(param, f"must contain token ids, got {shown(token_id)}")
         if not 0 <= token_id < vocab_size:
             raise RequestError(
                 f"token id {shown(token_id)} in {param} is out of range: the vocabulary has ids 0 to {vocab_size - 1}",

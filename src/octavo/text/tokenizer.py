@@ -169,7 +169,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the text holds the lone surrogate {error.object[error.start]!a} at character {error.start}, "
+                f"the text contains the lone surrogate {error.object[error.start]!a} at character {error.start}, "
                 "which is not valid Unicode",
                 param="prompt",
             ) from error

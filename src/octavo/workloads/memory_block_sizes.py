@@ -80,8 +80,8 @@ class CacheBudget:
         num_bytes = given if isinstance(given, int) else contiguous_seqs * one
         if num_bytes < one:
             raise ConfigError(
-                f"{num_bytes} bytes do not hold one contiguous sequence of {max_model_len} tokens, which takes {one}: "
-                "raise --kv-cache-memory or lower --max-model-len"
+                f"{num_bytes} bytes are too few for one contiguous sequence of {max_model_len} tokens, which takes "
+                f"{one}: raise --kv-cache-memory or lower --max-model-len"
             )
         return cls(shape, kv_dtype, num_bytes, max_model_len)
 

@@ -62,7 +62,7 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
         raise ConfigError(f"cannot read {path}: not UTF-8 text") from error
     requests = _parse(str(path), text)
     if not requests:
-        raise ConfigError(f"{path} holds no request")
+        raise ConfigError(f"{path} has no request")
     times = [request.arrival_s for request in requests if request.arrival_s is not None]
     if len(times) < len(requests):
         return requests

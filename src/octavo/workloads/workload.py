@@ -130,9 +130,9 @@ def _lengths_in(path: Path) -> array[int]:
     except OSError as error:
         raise ConfigError(f"cannot read lengths from {path}: {error.strerror}") from error
     except (ValueError, OverflowError) as error:
-        raise ConfigError(f"{path} must hold whole numbers and white space: {error}") from error
+        raise ConfigError(f"{path} must contain whole numbers and white space: {error}") from error
     if not lengths or min(lengths) < 1:
-        raise ConfigError(f"{path} must hold at least one length, and none below 1")
+        raise ConfigError(f"{path} must contain at least one length, and none below 1")
     return lengths
 
 

@@ -52,7 +52,7 @@ def test_inputs_come_in_every_form_that_openai_has(given: Any, server: Running) 
         ({"input": [1, "a"]}, "input", "input must be a string, a list of strings"),
         ({"input": [258]}, "input", "token id 258"),
         ({"input": "a" * 5000}, "input", "maximum context length is 4096 tokens"),
-        ({"input": ["a"] * 4}, "input", "holds 4 prompts, but at most 3"),
+        ({"input": ["a"] * 4}, "input", "has 4 prompts, but at most 3"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", '"float" or "base64"'),
         ({"input": "a", "dimensions": 2}, "dimensions", "dimensions must be 4, got 2"),
         ({"input": "a", "priority": 5000}, "priority", "priority must be between"),

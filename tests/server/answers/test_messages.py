@@ -171,15 +171,15 @@ def test_cache_control_pins_the_prefix_up_to_it(client: anthropic.Anthropic, ser
         ({"tool_choice": {"type": "some"}}, 'tool_choice.type must be "auto"'),
         ({"tool_choice": {"type": {}}}, 'tool_choice.type must be "auto"'),
         ({"max_tokens": None}, "Missing required parameter: 'max_tokens'"),
-        ({"stop_sequences": ["x"] * 17}, "stop_sequences holds 17 entries, but at most 16"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences has 17 entries, but at most 16"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"container": {"skills": []}}, "container is not supported"),
         ({"output_config": {"format": {"type": "json_schema"}}}, 'output_config.format must be {"type": "json_schema"'),
         ({"output_config": {"effort": {}}}, "output_config.effort must be a string"),
-        ({"stop_sequences": [""]}, "stop_sequences must hold non-empty strings"),
+        ({"stop_sequences": [""]}, "stop_sequences must contain non-empty strings"),
         (
             {"output_format": {"type": "json_schema", "schema": {"$ref": "#/none", "a": "x" * 70_000}}},
-            "output_config.format holds 70024 bytes of json",
+            "output_config.format has 70024 bytes of json",
         ),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content must be a string or a list of blocks"),
         (

@@ -107,7 +107,7 @@ def test_a_stream_adds_up_to_json(server: RealServer) -> None:
     ("fields", "param", "says"),
     [
         ({"response_format": {"type": "xml"}}, "response_format", "'xml' is not supported"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must hold"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
             "response_format.json_schema.strict",

@@ -75,7 +75,7 @@ def load_requests(args: argparse.Namespace) -> Workload:
     name = args.trace or args.workload
     requests = _requests(args)
     if args.num_prompts is not None and args.num_prompts > len(requests):
-        raise ConfigError(f"--num-prompts {args.num_prompts}, but {name} holds {len(requests)} requests")
+        raise ConfigError(f"--num-prompts {args.num_prompts}, but {name} has {len(requests)} requests")
     requests, num_clipped = workload.clip(
         requests[: args.num_prompts], max_prompt_len=args.max_input_len, max_output_len=args.max_output_len
     )

@@ -222,7 +222,7 @@ def _of_response_format(given: Mapping[str, Any] | None) -> StructuredOutputsPar
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(described, dict) or not isinstance(schema, (dict, bool)):
         raise RequestError(
-            'response_format must hold {"type": "json_schema", "json_schema": {"schema": {…}}}',
+            'response_format must be {"type": "json_schema", "json_schema": {"schema": {…}}}',
             param="response_format.json_schema",
         )
     strict = described.get("strict")
