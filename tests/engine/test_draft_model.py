@@ -115,7 +115,7 @@ def test_requests_go_on_without_a_draft_model_that_fails(caplog: pytest.LogCaptu
         speculator._model._execute = fail
         assert run(core, jobs) == expected
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
-        "the draft model has failed; it rests for a while"
+        "the draft model failed; no drafts from it for a while"
     ]
 
 

@@ -64,7 +64,7 @@ def test_the_end_of_a_step_that_hung_is_told(
     watchdog.check(31.0)
     watchdog.began = after
     watchdog.check(41.0)
-    assert "the step that hung has ended" in caplog.text
+    assert "the hung step has ended" in caplog.text
     assert (stats.num_hung_steps, stats.hung_step_seconds) == (1, None)
 
 

@@ -118,7 +118,7 @@ class PrefixSelection(Selection):
         try:
             await self.remove(worker)
         except Exception as error:  # of a library in another language; it is replaced all the same
-            logger.warning("the index could not forget %s: %s", worker.url, error)
+            logger.warning("cannot remove %s from the index: %s", worker.url, error)
         async with asyncio.timeout(_INDEX_SECONDS):
             await self._service.upsert_worker(_record(worker))
         self._known[worker.worker_id] = worker

@@ -253,7 +253,7 @@ class Workers:
         try:
             await self.on_down(worker)
         except Exception:
-            logger.exception("the cache of %s could not be forgotten", worker.url)
+            logger.exception("cannot remove the cache of %s from the index", worker.url)
         if worker.num_failures >= _MOST_FAILURES:
             # It hangs, so requests would wait for it forever; closing the connections does not end the answers.
             for answer in list(worker.answers):

@@ -254,7 +254,7 @@ class Recovery:
             except LogitsError:
                 return  # it was computed
             except Exception:
-                logger.warning("attempt %d of %d to compute a token for no request failed too", attempt, PROBES)
+                logger.warning("test step %d of %d, without requests, failed too", attempt, PROBES)
             finally:
                 scheduler.end_request(request.request_id)
         raise EngineDeadError(f"the engine cannot compute any step: {error}") from error

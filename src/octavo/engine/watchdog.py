@@ -52,7 +52,7 @@ class Watchdog:
         assert self._seconds is not None
         began = self.began
         if self._reported not in (None, began):
-            logger.warning("the step that hung has ended; the engine goes on")
+            logger.warning("the hung step has ended; the engine continues")
             self._reported = self._stats.hung_step_seconds = None
         if began is None or now - began < self._seconds:
             return

@@ -241,7 +241,7 @@ class DraftModel:
             drawn = self._execute(plan).token_ids
         except Exception:
             # Drafts only save time, so requests go on without them. The runner's state is unknown now.
-            logger.exception("the draft model has failed; it rests for a while")
+            logger.exception("the draft model failed; no drafts from it for a while")
             self.forget_all()
             self._changes, self._reset, self._resting = [], True, _RESTING
             return ()

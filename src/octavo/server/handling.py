@@ -62,7 +62,7 @@ class IgnoredFields:
         if name == OLDEST_MESSAGES:
             logger.warning("chats of Ollama's API are longer than the context: their oldest messages are left out")
         else:
-            logger.warning("requests carry the field %s, which is ignored (--strict-requests refuses it)", shown(name))
+            logger.warning("unknown request field %s is ignored (--strict-requests rejects it)", shown(name))
         if len(self._logged) == MAX_LOGGED:
             logger.warning("%d fields have been ignored: further ones are not logged", MAX_LOGGED)
 

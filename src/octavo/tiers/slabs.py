@@ -274,7 +274,7 @@ class TenantNames:
             finally:
                 os.close(file)
         except OSError as error:
-            logger.warning("disk: the name of a tenant is not written to %s: %s", self._path, error)
+            logger.warning("disk: cannot write a tenant's name to %s: %s", self._path, error)
 
 
 def read_tenant_names(folder: Path) -> dict[bytes, str]:
