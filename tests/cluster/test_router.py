@@ -17,11 +17,15 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.datastructures import Headers
+from starlette.testclient import TestClient
 
+from octavo.cluster.app import create_router_app
+from octavo.cluster.config import RouterConfig
 from octavo.cluster.relayed_answer import EventTooLargeError, RelayedAnswer, WholeEvents, WorkerLostError
 from octavo.cluster.router import RelayedRequest, Router
 from octavo.cluster.selection import Ticket
 from octavo.cluster.workers import RoutedPrompt
+from octavo.server.access import AcceptedKeys
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import InFlight
@@ -315,6 +319,16 @@ def test_a_server_that_refuses_the_tokens_gets_the_body_alone(routed: Routed, mo
     assert len(refused) == 1
     assert after["retries_total/other_tokenizer"] - before.get("retries_total/other_tokenizer", 0) == 1
     assert after["choices_total"] - before["choices_total"] == 1, "it stays at its server"
+
+
+def test_metrics_are_closed_without_an_admin_key_if_the_operator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.cluster.app._Collector.collect", lambda self: iter(()))
+    config = ServerConfig(metrics_access="admin", admin_key="sk-admin", router_key=KEY)
+    router_config = RouterConfig(worker=["http://127.0.0.1:1"])
+    app = create_router_app(SimpleNamespace(), router_config, config, AcceptedKeys(config), InFlight(None))
+    client = TestClient(app, base_url="http://localhost")
+    assert client.get("/metrics").status_code == 401
+    assert client.get("/metrics", headers={"Authorization": "Bearer sk-admin"}).status_code == 200
 
 
 def test_a_stream_is_relayed_as_it_comes_and_one_id_names_it_everywhere(routed: Routed) -> None:

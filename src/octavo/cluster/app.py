@@ -30,7 +30,7 @@ from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bound, listen, log_failed_accepts
 from octavo.server.http.logs import RequestLog
 from octavo.server.interpreter_settings import settle_interpreter
-from octavo.server.route import ResponseCounts, json_response, refuse_control_characters
+from octavo.server.route import Access, ResponseCounts, json_response, refuse_control_characters
 from octavo.server.run import Server, check_certificate
 
 
@@ -116,6 +116,8 @@ def create_router_app(
         return json_response({"object": "list", "data": cards})
 
     async def metrics(request: Request) -> Response:
+        if config.metrics_access == "admin":
+            access.check(Access.ADMIN, request.scope)
         from prometheus_client import CollectorRegistry
         from prometheus_client.exposition import choose_encoder
 

@@ -34,48 +34,48 @@ class RouterConfig(Options):
 
     worker: Sequence[str] = _workers(
         (),
-        "URL of a server, such as http://10.0.0.7:8000; may be given several times",
+        "URL of a server, such as http://10.0.0.7:8000; may be repeated",
         metavar="URL",
         check=_check_urls,
     )
     workers_file: str | None = _workers(
-        None, "file with a URL in each line, read again when it changes; # begins a comment", metavar="FILE"
+        None, "file with one server URL per line, reread when it changes; # begins a comment", metavar="FILE"
     )
     workers_dns: str | None = _workers(
         None,
-        "HOST:PORT whose addresses are all servers, looked up repeatedly: a headless Kubernetes service",
+        "name whose addresses are all servers, such as a headless Kubernetes service; looked up repeatedly",
         metavar="HOST:PORT",
         check=check_address,
     )
     accept_workers: bool = _workers(
-        False, "let servers register at POST /workers with the router's key, and again every 30 seconds at most"
+        False, "let servers register at POST /workers with the router key; each must repeat it within 30 seconds"
     )
     health_interval: float = _workers(
         1.0,
-        "time between two health checks of a server; after one failed check, new requests go to other servers; after "
-        "two, or a failed request, its running requests end too",
+        "time between health checks of a server; after one failed check, new requests go to other servers; after "
+        "two, or a lost connection, its running requests end",
         unit=SECONDS,
         above=0,
     )
     tokenizer: Sequence[str] = _workers(
         (),
-        "what to tokenise prompts with: a folder, hub id or GGUF file as for `octavo serve`; may be given several "
-        "times, for several models; default: what the servers call their model",
+        "tokenizer for prompts: a folder, hub id or GGUF file, as for `octavo serve`; may be repeated for several "
+        "models; default: the servers' model names",
         metavar="MODEL",
     )
 
     strategy: Literal["prefix", "least_loaded", "round_robin"] = _choice(
         "prefix",
-        "how a server is chosen; prefix: the one with most of the prompt cached, weighed against its load; the "
-        "others do not read prompts",
+        "how to choose a server; prefix: the one with most of the prompt cached, weighed against its load; the "
+        "others ignore prompts",
     )
     selection_timeout: float = _choice(
-        0.25, "time that the index may take to choose, before the least loaded is taken", unit=SECONDS, above=0
+        0.25, "time for the index to choose a server, before the least loaded one is used", unit=SECONDS, above=0
     )
     prefill_tokens: int = _choice(
         512,
-        "least number of tokens to compute for which a prompt goes to a server of --role prefill or both first, if its "
-        "answer comes from one of --role decode",
+        "smallest number of uncached prompt tokens that are computed on another server (--role prefill or both) "
+        "for a server of --role decode",
         least=1,
     )
     replica_sync_port: int | None = _choice(
@@ -83,7 +83,7 @@ class RouterConfig(Options):
     )
     replica_sync_peers: Sequence[str] = _choice(
         (),
-        "address of another router's port, such as tcp://10.0.0.8:9092; may be given several times",
+        "address of another router's sync port, such as tcp://10.0.0.8:9092; may be repeated",
         metavar="ADDRESS",
     )
 

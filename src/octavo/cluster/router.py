@@ -82,7 +82,7 @@ class NoWorkerError(ApiError):
     def __init__(self, model: str | None) -> None:
         super().__init__(
             HTTPStatus.SERVICE_UNAVAILABLE,
-            f"No server takes requests{f' for `{model}`' if model else ''} now: try again later.",
+            f"No server is available{f' for `{model}`' if model else ''}: try again later.",
             type="server_error",
             code="no_worker",
             headers={"Retry-After": str(RETRY_AFTER_SECONDS)},

@@ -22,9 +22,10 @@ from octavo.structured_outputs import StructuredOutputsParams
 _LONGEST_CHOICES = 50
 
 
-def add_options(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+def add_options(parser: argparse.ArgumentParser, config: type[Any], *, omit: Collection[str] = ()) -> None:
     """Add one flag per option that the dataclass `config` declares, in its groups."""
-    _add_flags(parser, [option for option in options_of(config).values() if not option.internal])
+    declared = options_of(config).values()
+    _add_flags(parser, [option for option in declared if not option.internal and option.name not in omit])
 
 
 def given_options(args: argparse.Namespace, config: type[Any], omit: Collection[str] = ()) -> dict[str, Any]:

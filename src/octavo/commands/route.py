@@ -16,10 +16,17 @@ logger = logging.getLogger("octavo.route")
 
 DESCRIPTION = """\
 Send each request to the server with most of its prompt cached, weighed against the servers' load. Start all servers
-with the same --router-key and with --kv-events-config. The servers check tenants' keys and quotas; give the router the
-same --keys-file, because each tenant's prompts are cached separately. Options may also come from the environment and
---config, as for `octavo serve`.
+with the same --router-key and with --kv-events-config. Give the router the servers' --keys-file too, because each
+tenant's prompts are cached separately. Options can also be set in the environment or a TOML file, as for
+`octavo serve`.
 """
+
+
+# Options that only a server has: those of its engine, its answers and its registration with routers.
+_OF_SERVERS = {
+    *("served_model_name", "tool_call_parser", "enable_auto_tool_choice", "reasoning_parser", "strict_requests"),
+    *("role", "register_with", "advertised_url", "live_page_text", "otlp_traces_endpoint", "watchdog_timeout"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help='TOML file of options: strategy = "prefix", and so for every flag below; default: $OCTAVO_CONFIG',
+        help="TOML file of options; default: $OCTAVO_CONFIG",
     )
     add_options(parser, RouterConfig)
-    add_options(parser, ServerConfig)
+    add_options(parser, ServerConfig, omit=_OF_SERVERS)
 
 
 def run(args: argparse.Namespace) -> int:

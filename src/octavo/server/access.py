@@ -206,10 +206,10 @@ class WebPages:
             raise ApiError(HTTPStatus.MISDIRECTED_REQUEST, message, code="host_not_allowed")
         origin = headers.get("origin", "").lower()
         if origin and not self._allows(origin, host):
-            message = "Pages of this origin may not use this server; --allowed-origins adds origins."
+            message = "Origin not allowed; add it with --allowed-origins."
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="origin_not_allowed")
         if scope["method"] == "POST" and not self._is_program(scope, headers):
-            message = "Send the body as 'Content-Type: application/json': without API keys this server takes no other."
+            message = "A server without API keys requires the header 'Content-Type: application/json'."
             raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
 
     @staticmethod

@@ -111,55 +111,53 @@ _TYPES = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
 BODY_TOO_LARGE = ErrorKind(
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     "request_too_large",
-    "The request body is larger than {} bytes, the most this server accepts (--server-limits max_body_size).",
+    "The request body is larger than {} bytes, the maximum (--server-limits max_body_size).",
 )
 BODY_TOO_SLOW = ErrorKind(
     HTTPStatus.BAD_REQUEST,
     "request_too_expensive",
-    "Reading this request's body took longer than {:g} s, the most this server allows "
-    "(--server-limits max_body_seconds).",
+    "Parsing this request's body took longer than {:g} s, the maximum (--server-limits max_body_seconds).",
 )
 BODY_TOO_COSTLY = ErrorKind(
     HTTPStatus.BAD_REQUEST,
     "request_too_expensive",
-    "Reading this request's body took more than {} bytes of memory, the most this server allows "
-    "(--server-limits max_body_memory).",
+    "Parsing this request's body took more than {} bytes of memory, the maximum (--server-limits max_body_memory).",
 )
 TOO_MANY_BODIES = ErrorKind(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "too_many_bodies",
-    "The request bodies that this server is receiving are larger than {} bytes together, the most it holds "
+    "The request bodies that this server is receiving exceed {} bytes together, the maximum "
     "(--server-limits max_total_body_size): try again later.",
     retry=True,
 )
 TOO_MANY_TENANT_BODIES = ErrorKind(
     HTTPStatus.TOO_MANY_REQUESTS,
     "too_many_tenant_bodies",
-    "The request bodies that this server is receiving from this API key's tenant are larger than {} bytes together, "
-    "half of what all may take (--server-limits max_total_body_size): try again later.",
+    "The request bodies of this API key's tenant exceed {} bytes together, half of the server's maximum "
+    "(--server-limits max_total_body_size): try again later.",
     retry=True,
 )
 MODEL_MISSING = ErrorKind(
     HTTPStatus.NOT_FOUND,
     "model_not_found",
-    "The model `{}` does not exist; GET /v1/models lists what is served.",
+    "The model `{}` does not exist; GET /v1/models lists the served models.",
     param="model",
 )
 ITEM_MISSING = ErrorKind(
     HTTPStatus.NOT_FOUND,
     "item_not_found",
-    "There is no item `{}`; its response may not have been stored (store: false), may have made room for newer ones "
-    "(--server-limits max_stored_responses), or been lost with a restart.",
+    "There is no item `{}`; its response may not have been stored (store: false), have been dropped for newer ones "
+    "(--server-limits max_stored_responses), or been lost in a restart.",
 )
 SHUTTING_DOWN = ErrorKind(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "shutting_down",
-    "The server is shutting down and had to cancel this request.",
+    "The server is shutting down and cancelled this request.",
 )
 REQUEST_TIMED_OUT = ErrorKind(
     HTTPStatus.GATEWAY_TIMEOUT,
     "request_timeout",
-    "The request was not finished within {:g} s, the most this server allows (--request-timeout).",
+    "The request did not finish within {:g} s, the maximum (--request-timeout).",
 )
 # In place of a `LogitsError`, whose message names other clients' requests. The same request may well fail again.
 FAILED_SAMPLING = ErrorKind(
@@ -172,27 +170,26 @@ FAILED_SAMPLING = ErrorKind(
 FAILED_GRAMMAR = ErrorKind(
     HTTPStatus.BAD_REQUEST,
     "grammar_too_complex",
-    "The structured output that this request describes became too complex to follow{}. Describe it with fewer ways to "
-    "read the same text.",
+    "This request's structured output became too complex to parse{}. Use a less ambiguous schema or grammar.",
     param="structured_outputs",
 )
 FAILED_STEP = ErrorKind(
     HTTPStatus.INTERNAL_SERVER_ERROR,
     "step_failed",
-    "The engine failed while it computed request {}, and ended it. Other requests go on; the server's log has the "
+    "The engine failed while computing request {} and ended it. Other requests continue; the server's log has the "
     "details under that id.",
 )
 LOST_RANK = ErrorKind(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "rank_lost",
-    "A process that computes a part of the model has ended, so this request was ended; the process is started again. "
-    "Send the request again.",
+    "A process that computes a part of the model died, which ended this request. The process is being restarted: "
+    "send the request again.",
     retry=True,
 )
 ENGINE_DEAD = ErrorKind(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "engine_dead",
-    "The engine has stopped after an internal error and serves no more requests; restart the server.",
+    "The engine stopped after an internal error: restart the server.",
 )
 INTERNAL_ERROR = ErrorKind(
     HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -223,7 +220,9 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestFailedError):
         return FAILED_STEP(error.request_id)
     if isinstance(error, EngineDeadError):
-        logger.error("a request failed because the engine has stopped: %s", error)  # the engine logged its traceback when it died
+        logger.error(
+            "a request failed because the engine has stopped: %s", error
+        )  # the engine logged its traceback when it died
         return ENGINE_DEAD()
     logger.error("unexpected error while answering a request", exc_info=error)
     return INTERNAL_ERROR()
@@ -260,8 +259,8 @@ def _hint(path: str, known: Iterable[str]) -> str:
     """Return what to use instead of an unknown path: for clients of other servers' APIs, and for a misspelt one."""
     if path in _OLLAMA_MANAGEMENT or path.startswith("/api/blobs/"):
         return (
-            ". Models are not created, copied, deleted or pushed here: there is one, which is chosen when the server "
-            "starts (octavo serve MODEL, --served-model-name NAME)."
+            ". Octavo serves one model, chosen at start (octavo serve MODEL, --served-model-name NAME), and cannot "
+            "create, copy, delete or push models."
         )
     if path.startswith("/api/"):
         return (

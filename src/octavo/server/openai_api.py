@@ -123,8 +123,8 @@ class OpenAIApi(Handlers):
         if (stored := self._responses.get(tenant, response_id)) is None:
             raise ApiError(
                 404,
-                f"There is no response `{shortened(response_id)}`; it may have made room for newer ones "
-                "(--server-limits max_stored_responses), or been lost with a restart.",
+                f"There is no response `{shortened(response_id)}`; it may have been dropped for newer ones "
+                "(--server-limits max_stored_responses), or lost in a restart.",
                 param=param,
                 code="response_not_found",
             )

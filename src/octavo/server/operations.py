@@ -74,7 +74,7 @@ class Operations(Handlers):
         if self._in_flight.draining:
             raise ApiError(503, "The server is shutting down.", type="server_error", code="shutting_down")
         if self._engine.stats.hung_step_seconds is not None:
-            raise ApiError(503, "A step of the engine hangs.", type="server_error", code="step_hangs")
+            raise ApiError(503, "An engine step hangs.", type="server_error", code="step_hangs")
         return json_response(b'{"status":"ready"}')
 
     @get("/load", "Load", access=TOTALS)

@@ -80,7 +80,7 @@ class RoutedPrompts:
             message = f"{PROMPT_HEADER} must give a fingerprint and the number of token ids that follow the body."
             raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_prompt_header")
         if match[1] != self._fingerprint:
-            message = "The router's tokenizer, chat template or options are not this server's: send the body alone."
+            message = "The router's tokenizer, chat template or options differ from this server's: send the body alone."
             raise ApiError(HTTPStatus.CONFLICT, message, code="other_tokenizer")
         return body[len(body) - size :]
 
@@ -99,7 +99,7 @@ class RoutedPrompts:
 
     def _prove(self, headers: Headers, what: str) -> None:
         if self._routers.find(headers.get(KEY_HEADER, "")) is None:
-            message = f"{what} are taken from a router only, by its key (--router-key)."
+            message = f"{what} are accepted only with the router key (--router-key)."
             raise ApiError(HTTPStatus.FORBIDDEN, message, code="not_the_router")
 
     def endpoints(self, engine: EngineClient, reader: BodyReader, *, needs_key: bool) -> list[Endpoint]:

@@ -155,5 +155,5 @@ def test_a_grammar_that_becomes_too_complex_is_an_error_of_its_own(server: RealS
         assert answer.status_code == 400
         error = error_of(answer)
     assert (error["code"], error["param"]) == ("grammar_too_complex", "structured_outputs")
-    assert re.search(r"too complex to follow after \d+ output tokens: more than 250 rules", error["message"])
+    assert re.search(r"too complex to parse after \d+ output tokens: more than 250 rules", error["message"])
     server.assert_nothing_runs()
