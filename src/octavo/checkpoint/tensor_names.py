@@ -1,4 +1,4 @@
-"""The names of a decoder's tensors in checkpoints: Hugging Face's names and GGUF's, by the part of the net."""
+"""The names of a decoder's tensors in checkpoints: Hugging Face's names and GGUF's, by the part of the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Octavo on Ray Serve: replicas that hold an engine each, behind an ingress that is the application of `octavo route`.
+"""Octavo on Ray Serve: replicas with an engine each, behind the application of `octavo route` as ingress.
 
     client ── HTTP ──> ingress: reads the prompt ── handle ──> PrefixRouter ──> replica: `octavo serve`'s application
            <── bytes ─────── all bytes that a replica has ready, as one item ─────────┘

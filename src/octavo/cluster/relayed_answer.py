@@ -155,7 +155,7 @@ class RelayedAnswer:
 
 
 class WholeEvents:
-    """Holds half an event back: a server that is lost may leave one, after which a client could not read an error."""
+    """Withholds incomplete events: after one from a lost server, a client could not read an error."""
 
     def __init__(self) -> None:
         self._held: list[bytes] = []

@@ -43,7 +43,7 @@ _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 
 
 class _ShortHelp(argparse.HelpFormatter):
-    """Adds the default of an option whose help does not speak of one.
+    """Appends an option's default, unless its help mentions one.
 
     The usage line leaves the options out if there are many; they are listed below it anyway.
     """

@@ -128,7 +128,7 @@ class State:
         return [*tally, max(0, len(self.codes) - 1) - sum(tally)]
 
     def _blocks(self, tally: list[int], width: int) -> Group:
-        """Return a bar of the cache's blocks by state, their numbers, and what lies below the device."""
+        """Return a bar of the cache's blocks by state, their numbers, and the tiers below the device."""
         size = self.spec.get("block_bytes", 0)
         bar = Text("blocks  ", no_wrap=True)
         for (glyph, colour), length in zip(_STATES.values(), shares(tally, max(8, width - 9)), strict=True):

@@ -74,7 +74,7 @@ class XmlCall:
 
 @dataclass(frozen=True, slots=True)
 class BareCall:
-    """Calls as `call:f{a:1,b:<|"|>text<|"|>}`: keys have no quotes, and strings marks instead.
+    """Calls as `call:f{a:1,b:<|"|>text<|"|>}`: keys have no quotes, and strings have markers instead.
 
     Attributes:
         quote: the mark around a string.
@@ -136,7 +136,7 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around a model's reasoning.
+    """The markers around a model's reasoning.
 
     Attributes:
         answer: mark before the answer that follows.

@@ -50,7 +50,7 @@ def block_codes(kv: KVCacheManager) -> Codes:
 
 
 class LiveView:
-    """The state that one page has been sent."""
+    """The state last sent to one page."""
 
     def __init__(self) -> None:
         self._codes: Codes | None = None

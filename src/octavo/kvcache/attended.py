@@ -1,4 +1,4 @@
-"""Which blocks a `bounded` budget keeps of a sequence, by how much of the attention they have had.
+"""Chooses the blocks that a `bounded` budget keeps of a sequence, by the attention that they received.
 
     table of a group   | first block | first tenth | by mass ........ | last tenth | answer ....... | most recent |
                          of the prompt              of the prompt                    by mass

@@ -89,7 +89,7 @@ class RequestHolding:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """The blocks that hold something, by the tenant accountable for them and by request.
+    """The blocks in use or cached, by the tenant that they count for and by request.
 
     A published block counts for the tenant that computed it, any other active block for the tenant that holds it. So
     the tenants' blocks and the free ones add up to all blocks.

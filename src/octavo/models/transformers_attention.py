@@ -74,7 +74,7 @@ class PagedStep:
 
 @dataclass(slots=True)
 class LayerProbe:
-    """Learns each layer's shapes and window from one forward pass over a few tokens."""
+    """Finds each layer's shapes and window in one forward pass over a few tokens."""
 
     model_name: str
     max_positions: int

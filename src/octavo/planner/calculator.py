@@ -2,7 +2,7 @@
 
 available  | weights | activations | KV cache: the null block, then blocks for sequences | swap space | unused |
 
-With a GPU, the swap space is not part of this memory: it lies in the host's.
+With a GPU, the swap space is not part of this memory: it is in the host's.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Sizing:
 
     @property
     def activations(self) -> int:
-        """The bytes of activations; each rank has its own, and those that ranks exchange lie in memory twice."""
+        """The bytes of activations; each rank has its own, and those that ranks exchange are in memory twice."""
         return len(self.config.own_ranks) * activation_bytes(
             self.shape,
             self.dtype,

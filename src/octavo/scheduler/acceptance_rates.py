@@ -1,4 +1,4 @@
-"""How likely drafted tokens are right, learned from those that were compared with what was drawn."""
+"""Acceptance rates of drafted tokens, estimated from those that were verified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_TRIED = 1000.0
 
 
 class Rate:
-    """The share of tried tokens that were accepted, with the latest counting most."""
+    """The share of verified tokens that were accepted, with the latest counting most."""
 
     __slots__ = ("accepted", "tried")
 
@@ -59,7 +59,7 @@ class Followed:
 
 
 class Acceptance:
-    """How likely drafted tokens are accepted, learned by source and length of the match, and by sequence."""
+    """Acceptance rates by source and length of the match, and by sequence."""
 
     def __init__(self) -> None:
         self.rates: dict[str, list[Rate]] = {}

@@ -223,7 +223,7 @@ class TenantLimits:
             elif most == self._limits_of(tenant).cap:
                 limit_is = f"this API key's tenant may hold {most} at once (kv_cap)"
             else:
-                # Others' floors are the reason, but no tenant is told of another's.
+                # Others' floors are the reason, but errors do not reveal other tenants' floors.
                 limit_is = f"at most {most} are available to this API key's tenant"
             raise CapacityError(
                 f"{num_prompt_tokens} prompt tokens and {max_tokens} output tokens need {blocks} KV blocks of "

@@ -1,4 +1,4 @@
-"""Whether a preempted sequence is swapped to host memory or recomputed, by what either was measured to cost."""
+"""Decides whether a preempted sequence is swapped to host memory or recomputed, by the measured cost of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TRY_EVERY = 32
 
 @dataclass(slots=True)
 class Preemption:
-    """Decides what becomes of a preempted sequence's blocks, by how long computing and moving blocks takes.
+    """Chooses between swapping and recomputing, by how long moving and computing blocks takes.
 
     Attributes:
         seconds_per_token: time to compute a prompt token; None until measured.

@@ -105,7 +105,7 @@ class _Base(NamedTuple):
 
 
 class Speculator:
-    """Chooses the drafts that steps verify, and learns from what becomes of them.
+    """Chooses the drafts that steps verify, and measures how many of their tokens are accepted.
 
     Args:
         method: finds drafts in text.
@@ -326,7 +326,7 @@ class Speculator:
             return False
         if (draft := self._method.draft(seq, _KEPT)) is None:
             followed.misses += 1
-            # A prediction goes on at once after what it did not know, such as a value in JSON.
+            # A prediction resumes at once after text that it did not have, such as a value in JSON.
             skipped = 0 if seq.request.predicted_ids else min(_MOST_SKIPPED, followed.misses // _PATIENCE)
             followed.look_at = seq.num_tokens + 1 + skipped
             return False

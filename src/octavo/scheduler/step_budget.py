@@ -1,4 +1,4 @@
-"""What a step may take: tokens and, if running streams have a latency target, time.
+"""The budget of a step: tokens and, if running streams have a latency target, time.
 
 `StepBudget` is what the prompts of one step share; `LatencyTarget` says how long the step may take.
 """

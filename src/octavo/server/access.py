@@ -186,7 +186,7 @@ _OF_PAGES = ("origin", "referer")
 
 
 class WebPages:
-    """Tells requests that a web page of another origin made a browser send from a program's.
+    """Refuses requests that a web page of another origin triggered in a browser.
 
     Args:
         hosts: allowed host names besides IP addresses, `localhost` and the machine's own name; `*` allows any.

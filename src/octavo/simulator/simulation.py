@@ -56,7 +56,7 @@ class SimulatedServer:
     Attributes:
         intake_s: seconds from a request's arrival until it reaches the engine.
         reply_s: seconds from the end of a step until clients receive its tokens.
-        spread: how far single steps lie from `times`.
+        spread: how far single steps deviate from `times`.
         windowed: layers that attend to less than `times` assumes.
         seed: of the draws from the spread.
         leaps: the scheduler's, if steps may be simulated several at a time.

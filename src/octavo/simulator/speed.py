@@ -44,7 +44,7 @@ class Speed:
         times: from the beginning of a step to the beginning of the next, host work included.
         intake_s: seconds from a client sending a request until the first step that could compute it begins.
         reply_s: seconds from the end of the step that drew a first token until the client receives it.
-        spread: how far single steps lie from `times`.
+        spread: how far single steps deviate from `times`.
         facts: the engine's options, as `--record-plans` records them.
         fit: number of steps, error and intervals of the fit.
     """

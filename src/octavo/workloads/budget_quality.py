@@ -144,7 +144,7 @@ def _mean(shares: Iterable[float | None]) -> float:
 
 
 class _Asked:
-    """An engine that is asked questions under a budget, and the tokens of a text that it knows nothing of."""
+    """An engine that answers questions under a budget, and the tokens of a text unrelated to them."""
 
     def __init__(self, llm: LLM, kept: KVBudget | None) -> None:
         self.llm = llm

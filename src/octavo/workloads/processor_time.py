@@ -33,7 +33,7 @@ class Shares:
 
 
 class TakenSpan(NamedTuple):
-    """A part of a measurement, by `time.perf_counter`, and the share of the processors' time that it did not have."""
+    """A part of a measurement, by `time.perf_counter`, and the share of CPU time that others had in it."""
 
     began: float
     ended: float

@@ -1,4 +1,4 @@
-"""A model's speed on this CPU beside the machine's limits, and llama.cpp's where `llama-bench` is installed."""
+"""A model's speed on this CPU next to the machine's limits, and to llama.cpp's if `llama-bench` is installed."""
 
 from __future__ import annotations
 
