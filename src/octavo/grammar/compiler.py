@@ -299,5 +299,5 @@ def _reason(wanted: StructuredOutputsParams, error: str) -> str:
     said = said if len(said) <= _SHOWN_REASON else said[: _SHOWN_REASON - 1] + "…"
     hint = ""
     if wanted.kind == "json" and wanted.strict and ("Unimplemented" in said or "oneOf" in said):
-        hint = " (strict: false passes over what cannot be enforced)"
+        hint = " (send strict: false to ignore keywords that cannot be enforced)"
     return f"structured_outputs.{wanted.kind} cannot be compiled: {said}{hint}"
