@@ -47,7 +47,8 @@ def test_requests_are_cut_to_the_models_limit(octavo_command: OctavoCommand, fak
 
 
 @pytest.mark.parametrize(
-    "argv", [["--runs", "0"], ["--trace", "nowhere"], ["--workload", "random", "--input-len", "x"]]
+    "argv",
+    [["--runs", "0"], ["--trace", "nowhere"], ["--workload", "random", "--input-len", "x"], ["--output-len", "4"]],
 )
 def test_what_cannot_work_is_told_before_a_model_is_loaded(
     octavo_command: OctavoCommand, fake_llm: type[FakeLLM], argv: list[str]

@@ -8,6 +8,8 @@ from typing import Literal
 from octavo.config import MOST_THREADS
 from octavo.units import parse_count
 
+INPUT_LEN, OUTPUT_LEN = "64", "128"
+
 
 def add_json_option(parser: argparse.ArgumentParser, instead_of: str = "a table") -> None:
     """Add `--json`, which prints a line for programs instead of output for people."""
@@ -33,16 +35,19 @@ def add_rate_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_length_options(group: argparse._ArgumentGroup, of: str = "", *, input_len: str = "64") -> None:
-    """Add the options for the lengths of prompts and outputs; `of` names the workload that they apply to."""
-    group.add_argument(
-        "--input-len",
-        default=input_len,
-        metavar="LENGTHS",
-        help=f"prompt tokens{of}: 128, uniform:16-512, lognormal:MEDIAN,SIGMA, or file:PATH to draw from the numbers "
-        "in a file",
-    )
-    group.add_argument("--output-len", default="128", metavar="LENGTHS", help=f"output tokens{of}")
+def add_length_options(
+    group: argparse._ArgumentGroup, of: str = "", *, input_len: str = INPUT_LEN, is_set: bool = True
+) -> None:
+    """Add the options for the lengths of prompts and outputs.
+
+    Args:
+        of: the workload that they apply to.
+        is_set: whether the defaults are set, or shown only.
+    """
+    for name, tokens, default in (("--input-len", "prompt", input_len), ("--output-len", "output", OUTPUT_LEN)):
+        forms = "128, uniform:16-512, lognormal:MEDIAN,SIGMA, or file:PATH to draw from the numbers in a file"
+        help = f"{tokens} tokens{of}: {forms} (default: {default})"
+        group.add_argument(name, default=default if is_set else None, metavar="LENGTHS", help=help)
 
 
 def add_seed_option(group: argparse._ArgumentGroup, of: str = "lengths and tokens") -> None:

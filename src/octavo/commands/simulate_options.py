@@ -7,7 +7,14 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from octavo.commands.common_options import add_length_options, add_rate_options, add_seed_option, integer
+from octavo.commands.common_options import (
+    INPUT_LEN,
+    OUTPUT_LEN,
+    add_length_options,
+    add_rate_options,
+    add_seed_option,
+    integer,
+)
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, shortened
 from octavo.option import flag
@@ -292,7 +299,7 @@ def _refuse_what_has_no_effect(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag(name)} needs {flag(needed)}")
     if args.trace is not None and args.prefix_len is not None:
         raise ConfigError("--prefix-len cannot be combined with --trace, which has its own shared prefixes")
-    if args.trace is not None and (args.input_len, args.output_len) != ("64", "128"):
+    if args.trace is not None and (args.input_len, args.output_len) != (INPUT_LEN, OUTPUT_LEN):
         raise ConfigError(
             "--input-len and --output-len cannot be combined with --trace, which has its own (see --scale-lengths)"
         )

@@ -189,7 +189,7 @@ LOST_RANK = ErrorKind(
 ENGINE_DEAD = ErrorKind(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "engine_dead",
-    "The engine stopped after an internal error: restart the server.",
+    "The engine has stopped after an internal error: restart the server.",
 )
 INTERNAL_ERROR = ErrorKind(
     HTTPStatus.INTERNAL_SERVER_ERROR,

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.commands.common_options import add_length_options, add_seed_option, positive
+from octavo.commands.common_options import INPUT_LEN, OUTPUT_LEN, add_length_options, add_seed_option, positive
 from octavo.errors import ConfigError
 from octavo.workloads import traces, workload
 from octavo.workloads.workload import BenchRequest, Lengths
@@ -43,7 +43,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-prompts", type=positive, metavar="N", help=f"number of requests (default for {RANDOM}: 64)"
     )
-    add_length_options(group, f" of {RANDOM}")
+    add_length_options(group, f" with --workload {RANDOM}", is_set=False)
     group.add_argument(
         "--trace-scale-lengths", type=float, default=1.0, metavar="X", help="factor on all lengths of a trace"
     )
@@ -90,6 +90,12 @@ def clip_to_model(work: Workload, max_model_len: int | None, vocab_size: int | N
 
 def _requests(args: argparse.Namespace) -> Sequence[BenchRequest]:
     seed, end = args.workload_seed, args.token_id_end
+    if args.trace or args.workload != RANDOM:
+        for flag, given in (("--input-len", args.input_len), ("--output-len", args.output_len)):
+            if given is not None:
+                raise ConfigError(
+                    f"{flag} needs --workload {RANDOM}: {args.trace or args.workload} has its own lengths"
+                )
     if args.trace:
         trace = traces.read_trace(args.trace)
         return traces.as_requests(
@@ -100,6 +106,9 @@ def _requests(args: argparse.Namespace) -> Sequence[BenchRequest]:
             end=end,
         )
     if args.workload == RANDOM:
-        prompt_lens, output_lens = Lengths.parse(args.input_len), Lengths.parse(args.output_len)
+        prompt_lens, output_lens = (
+            Lengths.parse(args.input_len or INPUT_LEN),
+            Lengths.parse(args.output_len or OUTPUT_LEN),
+        )
         return workload.random_workload(args.num_prompts or 64, prompt_lens, output_lens, seed, end)
     return workload.named_workload(args.workload, seed, end)
