@@ -59,7 +59,7 @@ TEMPLATE = (
 # A path that the server gains must be given a weight.
 ENDPOINTS = {p: WEIGHTS[p] for p, methods in description()["paths"].items() if "requestBody" in methods.get("post", {})}
 # What a request is answered whose step has failed.
-FAILED = b"engine failed while it computed"
+FAILED = b"engine failed while computing"
 # What no message to a client may hold.
 INSIDES = re.compile(rb"Traceback|NoneType|object has no attribute|unhashable|<class |pydantic|validation error|__")
 

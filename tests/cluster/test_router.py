@@ -325,7 +325,8 @@ def test_metrics_are_closed_without_an_admin_key_if_the_operator_says_so(monkeyp
     monkeypatch.setattr("octavo.cluster.app._Collector.collect", lambda self: iter(()))
     config = ServerConfig(metrics_access="admin", admin_key="sk-admin", router_key=KEY)
     router_config = RouterConfig(worker=["http://127.0.0.1:1"])
-    app = create_router_app(SimpleNamespace(), router_config, config, AcceptedKeys(config), InFlight(None))
+    unused: Any = SimpleNamespace()
+    app = create_router_app(unused, router_config, config, AcceptedKeys(config), InFlight(None))
     client = TestClient(app, base_url="http://localhost")
     assert client.get("/metrics").status_code == 401
     assert client.get("/metrics", headers={"Authorization": "Bearer sk-admin"}).status_code == 200
