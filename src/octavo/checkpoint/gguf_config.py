@@ -263,9 +263,7 @@ def _rope(file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int
     if name in file.tensors:
         factors = tuple(float(value) for value in file.dequantize(name).reshape(-1))
         if len(factors) != rotary_dim // 2:
-            raise CorruptModelError(
-                f"{file.path}: {name} has {len(factors)} factors for {rotary_dim // 2} frequencies"
-            )
+            raise CorruptModelError(f"{file.path}: {name} has {len(factors)} factors for {rotary_dim // 2} frequencies")
     if scaling == "yarn":
         others = {
             "beta_fast": float(meta.get("rope.scaling.yarn_beta_fast", 32.0)),
