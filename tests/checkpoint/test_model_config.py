@@ -110,6 +110,30 @@ def test_longrope_chooses_frequencies_by_the_longest_sequence(tmp_path: Path) ->
         read(tmp_path, phi | {"rope_scaling": {**scaling, "long_factor": 2}})
 
 
+def test_sizes_that_a_text_model_does_not_state_are_its_classes(tmp_path: Path) -> None:
+    """As published with Gemma 3 4B."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = read(tmp_path, {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    theirs = transformers.Gemma3TextConfig(**text)
+    assert config.runs_natively
+    assert (config.vocab_size, config.num_heads) == (theirs.vocab_size, theirs.num_attention_heads)
+    assert (config.num_kv_heads, config.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
+    assert config.max_position_embeddings == theirs.max_position_embeddings
+    assert config.tie_word_embeddings
+    windowed, full = config.layer_ropes[4], config.layer_ropes[5]
+    assert windowed
+    assert full
+    assert (windowed.theta, windowed.kind) == (1e4, "default")
+    assert (full.theta, full.kind, full.factor) == (1e6, "linear", 8.0)
+
+
 def test_the_three_positions_of_an_image_are_one_position_in_text(tmp_path: Path) -> None:
     qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 4}
     scaled = read(tmp_path, qwen | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}})
