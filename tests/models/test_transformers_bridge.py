@@ -183,6 +183,19 @@ def test_a_rope_that_grows_is_fixed_by_the_longest_sequence(
         assert_same_logits(paged_logits(bridge, [ids], block_size=4), [logits])
 
 
+def test_torch_takes_one_thread_next_to_the_kernels_where_rows_are_few() -> None:
+    before, seen = torch.get_num_threads(), set()
+    bridge = TransformersModel(build("Olmo"), packed=True)
+    bridge._decoder.register_forward_pre_hook(lambda module, inputs: seen.add(torch.get_num_threads()))
+    torch.set_num_threads(3)
+    try:
+        paged_logits(bridge, random_sequences(VOCAB, [21, 5]), block_size=4)
+        assert torch.get_num_threads() == 3
+        assert seen == {1}
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_hybrid_with_attention_alone_runs() -> None:
     sizes = {"shared_intermediate_size": 48, "mamba_n_heads": 4, "mamba_d_head": 16}
     model = build("GraniteMoeHybrid", layer_types=["full_attention"] * 3, **sizes)

@@ -100,7 +100,11 @@ def _load(target: LoadTarget, rank: Rank | None) -> CausalLM:
     if not target.model.runs_natively:
         from octavo.models.transformers_bridge import TransformersModel
 
-        logger.info("%s runs through transformers: %s", config.model, target.model.transformers_reason)
+        logger.info(
+            "%s runs through transformers, slower than natively (docs/serve/models.md): %s",
+            config.model,
+            target.model.transformers_reason,
+        )
         return TransformersModel.load(
             target.source.path,
             dtype=target.dtype,
