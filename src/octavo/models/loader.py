@@ -45,7 +45,7 @@ def open_weights(source: ModelSource, config: ModelConfig, online: str | None = 
     for name, shape in expected_shapes(config).items():
         if name == head and not weights.has(name):
             raise CorruptModelError(
-                f"{source.path} holds no {head}, and config.json does not tie it to the embedding: the model was saved "
+                f"{source.path} has no {head}, and config.json does not tie it to the embedding: the model was saved "
                 "without its head, and cannot generate. To serve its embeddings alone, which need no head, pass "
                 """--hf-overrides '{"tie_word_embeddings": true}'"""
             )

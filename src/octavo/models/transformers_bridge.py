@@ -140,7 +140,7 @@ class TransformersModel(CausalLM):
         except (StrictDataclassError, KeyError, TypeError, AttributeError) as error:
             problem = str(error) if isinstance(error, StrictDataclassError) else repr(error)
             if isinstance(error, KeyError):
-                problem = f"it holds {error} where transformers has nothing of that name, or lacks a field of that name"
+                problem = f"transformers does not know {error}, or needs a field of that name"
             raise UnsupportedModelError(f"{folder}: transformers cannot read its configuration: {problem}") from error
         if missing := sorted(report["missing_keys"]):
             raise CorruptModelError(

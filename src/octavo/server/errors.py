@@ -220,9 +220,8 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestFailedError):
         return FAILED_STEP(error.request_id)
     if isinstance(error, EngineDeadError):
-        logger.error(
-            "a request failed because the engine has stopped: %s", error
-        )  # the engine logged its traceback when it died
+        # The engine logged its traceback when it died.
+        logger.error("a request failed because the engine has stopped: %s", error)
         return ENGINE_DEAD()
     logger.error("unexpected error while answering a request", exc_info=error)
     return INTERNAL_ERROR()
