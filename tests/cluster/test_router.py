@@ -321,15 +321,25 @@ def test_a_server_that_refuses_the_tokens_gets_the_body_alone(routed: Routed, mo
     assert after["choices_total"] - before["choices_total"] == 1, "it stays at its server"
 
 
-def test_metrics_are_closed_without_an_admin_key_if_the_operator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "opened_by", "options"),
+    [
+        ("/metrics", "sk-admin", {"metrics_access": "admin", "admin_key": "sk-admin"}),
+        ("/v1/models", "sk-ada", {"api_key": ("sk-ada",), "admin_key": "sk-admin"}),
+    ],
+)
+def test_metrics_and_models_are_as_closed_as_a_servers(
+    path: str, opened_by: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("octavo.cluster.app._Collector.collect", lambda self: iter(()))
-    config = ServerConfig(metrics_access="admin", admin_key="sk-admin", router_key=KEY)
+    config = ServerConfig(**options, router_key=KEY)
     router_config = RouterConfig(worker=["http://127.0.0.1:1"])
-    unused: Any = SimpleNamespace()
-    app = create_router_app(unused, router_config, config, AcceptedKeys(config), InFlight(None))
+    without_workers: Any = SimpleNamespace(workers=SimpleNamespace(healthy=list))
+    app = create_router_app(without_workers, router_config, config, AcceptedKeys(config), InFlight(None))
     client = TestClient(app, base_url="http://localhost")
-    assert client.get("/metrics").status_code == 401
-    assert client.get("/metrics", headers={"Authorization": "Bearer sk-admin"}).status_code == 200
+    assert client.get(path).status_code == 401
+    assert client.get(path, headers={"Authorization": "Bearer sk-other"}).status_code == 401
+    assert client.get(path, headers={"Authorization": f"Bearer {opened_by}"}).status_code == 200
 
 
 def test_a_stream_is_relayed_as_it_comes_and_one_id_names_it_everywhere(routed: Routed) -> None:

@@ -101,6 +101,9 @@ def create_router_app(
         return json_response(b'{"status":"ready"}')
 
     async def models(request: Request) -> Response:
+        if access.needs_key:
+            access.identify(request.scope)
+            access.check(Access.CLIENT, request.scope)
         found = {name: worker for worker in router.workers.healthy() for name in worker.names}
         cards = [
             {
