@@ -304,4 +304,4 @@ def test_a_chat_that_is_too_long_is_refused_where_nothing_may_be_dropped(server:
 def test_managing_models_is_refused_with_what_to_do_instead(server: Running, method: str, path: str) -> None:
     response = server.client.request(method, path, json={"model": "fake"})
     assert response.status_code == 404
-    assert "chosen when the server starts" in response.json()["error"]
+    assert "one model, chosen at start" in response.json()["error"]

@@ -92,7 +92,7 @@ async def test_the_tenant_that_holds_the_most_makes_room_though_others_began_bef
     assert error.code == TOO_MANY_TENANT_BODIES.code
     assert (error.status, error.code) == (429, "too_many_tenant_bodies")
     assert dict(error.headers or {}) == {"Retry-After": "1"}
-    assert f"from this API key's tenant are larger than {50 * KIB} bytes together" in str(error)
+    assert f"of this API key's tenant exceed {50 * KIB} bytes together" in str(error)
     assert not quiet.task.done()
     for upload in (quiet, *greedy[1:]):
         upload.read.set()
