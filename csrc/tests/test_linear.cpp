@@ -120,7 +120,9 @@ void check_product(const TestWeight& weight, const Product& product) {
             }
             const auto gated = sum(column / 16 * 32 + column % 16), up = sum(column / 16 * 32 + 16 + column % 16);
             const double opened = activated(static_cast<Activation>(product.epilogue - kSiluGate), gated.value);
-            const double error = 1.2 * gated.error + (std::abs(opened) + 1e-6) * (rounding(product.out_storage) + 1e-6);
+            const double slope = product.epilogue == kRelu2Gate ? 2 * (std::abs(gated.value) + gated.error) : 1.2;
+            const double error =
+                slope * gated.error + (std::abs(opened) + 1e-6) * (rounding(product.out_storage) + 1e-6);
             CHECK_NEAR(got, opened * up.value,
                        error * (std::abs(up.value) + up.error) +
                            std::abs(opened) * (up.error + std::abs(up.value) * rounding(product.out_storage)),
