@@ -84,6 +84,7 @@ def _model_config(raw: dict[str, Any], path: Path, max_len: int | None) -> Model
         )
     num_heads = fields.size("num_attention_heads")
     hidden_size = fields.size("hidden_size")
+    mlp_width = fields.size(native.mlp_width) if native else fields.size("intermediate_size", 4 * hidden_size)
     head_dim, value_dim = _head_dims(fields, hidden_size, num_heads)
     latent = _latent(fields) if native and native.latent and reason is None else None
     scalars = _scalars(fields, native, hidden_size) if native else {}
@@ -100,9 +101,7 @@ def _model_config(raw: dict[str, Any], path: Path, max_len: int | None) -> Model
         architecture=architecture,
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=fields.size(
-            *(("intermediate_size", 4 * hidden_size) if native is None else (native.mlp_width,))
-        ),
+        intermediate_size=mlp_width,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, num_heads),
