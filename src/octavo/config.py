@@ -42,6 +42,7 @@ STAGING_MEMORY = 256 << 20
 """Host memory for prefixes on their way to and from stores, if `kv_host_memory` is 0."""
 
 _SHORTEST_SECRET = 16
+_REDIS = ("redis", "redis", "blake3")
 
 
 def checked_kv_cache_dtype(name: str) -> str:
@@ -251,6 +252,7 @@ class EngineConfig(Options):
         "unix://PATH; ?ttl=SECONDS expires unused blocks; a password is visible in `ps`: prefer "
         "$OCTAVO_KV_REMOTE; needs octavo[redis]",
         metavar="URL",
+        packages=_REDIS,
         secret=True,
     )
     kv_remote_secret: str | None = _below(
@@ -269,6 +271,7 @@ class EngineConfig(Options):
         metavar="HOST:PORT",
         check=check_address,
         needs="kv_remote_secret",
+        packages=_REDIS,
     )
 
     max_num_seqs: int = _scheduling(

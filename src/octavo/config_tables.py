@@ -39,7 +39,7 @@ class SpeculativeConfig(Options):
 class KVEventsConfig(Options):
     """The entries of `kv_events_config`, with vLLM's names; unlike vLLM's, the default endpoint is closed to others."""
 
-    enable_kv_cache_events: bool = option(False, "whether to publish at all")
+    enable_kv_cache_events: bool = option(False, "whether to publish at all", packages=("events", "zmq", "msgspec"))
     publisher: Literal["zmq", "null"] = option("zmq", "zmq: over ZeroMQ; null: not at all")
     endpoint: str = option("tcp://127.0.0.1:5557", "address of the PUB socket")
     replay_endpoint: str | None = option(None, "address of the ROUTER socket that sends batches again")

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 # Maximum number of characters of a client's own text that an error repeats.
@@ -42,12 +43,21 @@ class _Shown(reprlib.Repr):
 _repr = _Shown().repr
 
 
-def how_to_install(extra: str) -> str:
-    """Return what installs the packages of one of Octavo's extras: in a checkout, they come with `make install`."""
-    checkout = Path(__file__).parents[2]
-    if (checkout / "Makefile").is_file() and (checkout / "pyproject.toml").is_file():
-        return f"run `make -C {checkout} install`"
-    return f"run `pip install 'octavo[{extra}]'`"
+def require_packages(user: str, extra: str, *modules: str) -> None:
+    """Import modules of the packages in one of Octavo's extras; raises `ConfigError` if one is missing.
+
+    Args:
+        user: what needs them, such as an option's name.
+    """
+    try:
+        for module in modules:
+            import_module(module)
+    except ImportError as error:
+        checkout = Path(__file__).parents[2]
+        command = f"pip install 'octavo[{extra}]'"
+        if (checkout / "Makefile").is_file() and (checkout / "pyproject.toml").is_file():
+            command = f"make -C {checkout} install"
+        raise ConfigError(f"{user} needs octavo[{extra}] ({error}): run `{command}`") from error
 
 
 def shown(value: object) -> str:

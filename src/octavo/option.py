@@ -21,7 +21,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Self, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
 
-from octavo.errors import ConfigError, shown
+from octavo.errors import ConfigError, require_packages, shown
 from octavo.units import BYTES, SWAP_BYTES, Unit, exact_bytes, parse_count
 
 HIDDEN = "(hidden)"
@@ -41,6 +41,7 @@ class Declaration(TypedDict, total=False):
     read: Callable[[Any], Any] | None
     check: Callable[[Any, str], None] | None
     needs: str | None
+    packages: tuple[str, ...]
     removed: Mapping[str, str]
     none: bool
     limit: str | None
@@ -68,6 +69,7 @@ class Option:
         read: converts a value, such as an alias to what it stands for; raises `ConfigError` for an invalid one.
         check: raises `ConfigError` for an invalid value; its arguments are the value, each one of a list, and the name.
         needs: another option without which this one has no meaning.
+        packages: the extra of Octavo that it needs, and the modules of that extra.
         removed: words that earlier versions accepted, and what to use instead.
         none: whether the word "none" may be given for None, because a command has another default.
         limit, text_limit: entries of `RequestLimits`: the largest value of a request's parameter, or number of its
@@ -89,6 +91,7 @@ class Option:
     read: Callable[[Any], Any] | None = None
     check: Callable[[Any, str], None] | None = None
     needs: str | None = None
+    packages: tuple[str, ...] = ()
     removed: Mapping[str, str] = field(default_factory=dict)
     none: bool = False
     limit: str | None = None
@@ -296,6 +299,15 @@ class Options:
 
     def _check_together(self) -> None:
         """Raise `ConfigError` for options that contradict each other."""
+
+    def require_packages(self) -> None:
+        """Raise `ConfigError` if an option that is given needs a package that is not installed."""
+        for name, each in options_of(type(self)).items():
+            value = getattr(self, name)
+            if isinstance(value, Options):
+                value.require_packages()
+            elif value and each.packages:
+                require_packages(name, *each.packages)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:

@@ -9,6 +9,8 @@ import pytest
 
 import octavo.server.run
 from octavo.config import EngineConfig
+from octavo.engine.builder import build_engine
+from octavo.errors import ConfigError
 from octavo.server.config import ServerConfig, ServerLimits
 from octavo.server.engine_options import share_among_tenants
 from tests.commands.conftest import OctavoCommand
@@ -63,6 +65,44 @@ def test_options_that_make_no_sense_are_told_before_the_server_starts(
     code, _, err = octavo_command("serve", *argv)
     assert (code, served) == (1, [])
     assert message in err
+
+
+NEEDS_PACKAGE = [
+    (["--kv-remote", "redis://h"], "redis", "kv_remote needs octavo[redis]"),
+    (
+        ["--kv-neighbours", "h:1", "--kv-remote-secret", "s" * 16, "--kv-demotion", "all"],
+        "blake3",
+        "kv_neighbours needs octavo[redis]",
+    ),
+    (
+        ["--kv-events-config", '{"enable_kv_cache_events": true}'],
+        "zmq",
+        "enable_kv_cache_events needs octavo[events]",
+    ),
+    (["--otlp-traces-endpoint", "http://h/"], "opentelemetry.sdk.trace", "otlp_traces_endpoint needs octavo[otel]"),
+]
+
+
+@pytest.mark.parametrize(("argv", "module", "message"), NEEDS_PACKAGE)
+def test_a_missing_package_is_reported_before_the_server_starts(
+    octavo_command: OctavoCommand,
+    served: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str],
+    module: str,
+    message: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    code, _, err = octavo_command("serve", "model.gguf", *argv)
+    assert (code, served) == (1, [])
+    assert message in err
+    assert "run `make -C " in err
+
+
+def test_a_missing_package_is_reported_before_a_model_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match=r"kv_remote needs octavo\[redis\]"):
+        build_engine(EngineConfig(model="no-such-model", kv_remote="redis://h"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from octavo.engine.async_engine import AsyncEngine
-from octavo.errors import ConfigError
 from octavo.observe import tracing
 from tests.engine.tiny_engine import tiny_core
 from tests.server.conftest import Running, running_server
@@ -151,12 +150,6 @@ def _abort() -> Any:
     from octavo.request import FinishReason
 
     return FinishReason.ABORT
-
-
-def test_without_the_packages_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"make -C .* install"):
-        tracing.otlp_tracer("http://127.0.0.1:4318/v1/traces", "tiny")
 
 
 def test_opentelemetry_is_imported_only_where_traces_are_made() -> None:

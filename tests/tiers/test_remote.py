@@ -7,7 +7,6 @@ import logging
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 import tracemalloc
@@ -20,7 +19,6 @@ import redis
 
 from octavo.commands.settings import Settings
 from octavo.config import EngineConfig
-from octavo.engine.tiers import _open_remote
 from octavo.errors import ConfigError
 from octavo.planner.calculator import REMOTE_BLOCKS
 from octavo.tiers.base import Reason
@@ -354,14 +352,6 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
     with pytest.raises(ConfigError, match=message) as refused:
         EngineConfig(**options)
     assert "tooth" not in str(refused.value)
-
-
-def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("remote", "neighbours"):
-        monkeypatch.delitem(sys.modules, f"octavo.tiers.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ConfigError, match=r"needs the redis package .*make -C .* install"):
-        list(_open_remote(EngineConfig(kv_remote="redis://h"), FINGERPRINT, BLOCK_BYTES))
 
 
 def test_nobody_there_is_no_error(caplog: pytest.LogCaptureFixture) -> None:

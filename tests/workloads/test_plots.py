@@ -26,7 +26,8 @@ def test_a_missing_matplotlib_is_told_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     code, out, err = octavo_command(*COMMANDS[name], tmp_path / "p.png")
     assert (code, out) == (1, "")
-    assert "plots need matplotlib: run `make -C " in err
+    assert "a plot needs octavo[plot] (" in err
+    assert "run `make -C " in err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -21,7 +21,7 @@ from octavo.cluster.relayed_answer import Relay
 from octavo.cluster.router import RELAYED, NoWorkerError, Readers, Router
 from octavo.cluster.selection import PrefixSelection, make_selection
 from octavo.cluster.workers import Workers, new_session
-from octavo.errors import ConfigError, OctavoError, RequestError, how_to_install
+from octavo.errors import ConfigError, OctavoError, RequestError, require_packages
 from octavo.server.access import AcceptedKeys, WebPages, authenticated
 from octavo.server.app import cors
 from octavo.server.config import ServerConfig
@@ -44,10 +44,7 @@ def route(router_config: RouterConfig, config: ServerConfig) -> None:
         raise ConfigError(
             "router_key is missing: set it to the servers' router key (--router-key or $OCTAVO_ROUTER_KEY)"
         )
-    try:
-        import aiohttp  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"octavo route needs octavo[route] ({error}): {how_to_install('route')}") from error
+    require_packages("octavo route", "route", "aiohttp")
     check_certificate(config)
     with bound(config) as listener:
         settle_interpreter()

@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.cluster.config import RouterConfig
 from octavo.cluster.workers import RoutedPrompt, Worker
-from octavo.errors import ConfigError, how_to_install
+from octavo.errors import require_packages
 from octavo.server.apis import new_id
 
 logger = logging.getLogger("octavo.route")
@@ -96,10 +96,9 @@ class PrefixSelection(Selection):
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
         os.environ.setdefault("DYN_LOG", "error")  # it logs every choice otherwise
-        try:
-            from dynamo.llm import SelectionService
-        except ImportError as error:
-            raise ConfigError(f"--strategy prefix needs octavo[route] ({error}): {how_to_install('route')}") from error
+        require_packages("strategy prefix", "route", "dynamo.llm")
+        from dynamo.llm import SelectionService
+
         self._service: Any = SelectionService(
             indexer_threads=2,
             replica_sync_port=config.replica_sync_port,

@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(server_config.log_level, server_config.log_format)
     config = share_among_tenants(EngineConfig.from_options(settings.given(EngineConfig)), server_config)
     check_role(config, server_config)
+    config.require_packages()
+    server_config.require_packages()
     settings.log()
     logger.info("loading %s", config.model)
     if config.node_rank > 0:

@@ -48,6 +48,7 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
         ConfigError: the options contradict each other, the model or the machine.
     """
     started = time.perf_counter()
+    config.require_packages()
     source = model_of(config)
     if config.speculative_config is not None and not load_model_config(source).runs_natively:
         raise ConfigError("speculative_config is not available for models that run through transformers")

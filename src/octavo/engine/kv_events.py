@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from octavo.config_tables import KVEventsConfig
-from octavo.errors import ConfigError, how_to_install
+from octavo.errors import ConfigError
 from octavo.kvcache.events import BlocksStored, CacheSnapshot, Event, KVEventLog
 
 logger = logging.getLogger(__name__)
@@ -96,15 +96,13 @@ class KVEventPublisher(NullPublisher):
         num_dropped: batches dropped because the queue was full, since the start.
 
     Raises:
-        ConfigError: pyzmq or msgspec is missing, or an address cannot be used.
+        ConfigError: an address cannot be used.
     """
 
     def __init__(self, config: KVEventsConfig, log: KVEventLog, block_size: int) -> None:
-        try:
-            import msgspec
-            import zmq
-        except ImportError as error:
-            raise ConfigError(f"kv_events_config needs octavo[events] ({error}): {how_to_install('events')}") from error
+        import msgspec
+        import zmq
+
         super().__init__()
         self._config = config
         self._log = log

@@ -13,7 +13,6 @@ from pathlib import Path
 from octavo import kernels
 from octavo.checkpoint.model_source import weight_files
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, how_to_install
 from octavo.kvcache.eviction import make_eviction_policy
 from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec
@@ -115,12 +114,9 @@ def _open_remote(config: EngineConfig, fingerprint: bytes, block_bytes: int) -> 
     secret = config.kv_remote_secret
     if config.kv_neighbours is None and config.kv_remote is None:
         return
-    try:
-        from octavo.tiers.neighbours import NeighbourMedium
-        from octavo.tiers.remote import RemoteMedium
-    except ImportError as error:
-        name = "kv_remote" if config.kv_remote is not None else "kv_neighbours"
-        raise ConfigError(f"{name} needs the redis package ({error}): {how_to_install('redis')}") from error
+    from octavo.tiers.neighbours import NeighbourMedium
+    from octavo.tiers.remote import RemoteMedium
+
     if config.kv_neighbours is not None:
         yield NeighbourMedium(fingerprint, block_bytes, secret or "", config.kv_neighbours)
     if config.kv_remote is not None:

@@ -14,12 +14,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.errors import ConfigError, how_to_install
 from octavo.request import FinishReason, Request
 
 # Time limit for exporting the last spans when a server ends.
@@ -44,17 +41,14 @@ class RequestTracer:
 
     Args:
         exporter: an OpenTelemetry `SpanExporter`.
-
-    Raises:
-        ConfigError: OpenTelemetry's SDK is not installed.
     """
 
     def __init__(self, exporter: Any, model_name: str) -> None:
-        with _needs_packages():
-            from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES in the environment override this name.
         self._provider = TracerProvider(resource=Resource({SERVICE_NAME: "octavo"}).merge(Resource.create()))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -126,15 +120,7 @@ class RequestTracer:
 
 
 def otlp_tracer(endpoint: str, model_name: str) -> RequestTracer:
-    """Return a tracer that sends spans to a collector by OTLP over HTTP; raise `ConfigError` without the packages."""
-    with _needs_packages():
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    """Return a tracer that sends spans to a collector by OTLP over HTTP."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
     return RequestTracer(OTLPSpanExporter(endpoint=endpoint), model_name)
-
-
-@contextmanager
-def _needs_packages() -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(f"traces need OpenTelemetry ({error}): {how_to_install('otel')}") from error

@@ -225,6 +225,7 @@ class ServerConfig(Options):
         None,
         "OpenTelemetry collector for request traces, such as http://127.0.0.1:4318/v1/traces; needs octavo[otel]",
         metavar="URL",
+        packages=("otel", "opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"),
         check=_check_url,
     )
     watchdog_timeout: float = _log(

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import ConfigError, how_to_install
+from octavo.errors import ConfigError, require_packages
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
@@ -26,10 +26,9 @@ def require_plot(path: str | Path) -> None:
 
     The folder of `path` is created.
     """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise ConfigError(f"plots need matplotlib: {how_to_install('plot')}") from None
+    require_packages("a plot", "plot", "matplotlib.backend_bases")
+    from matplotlib.backend_bases import FigureCanvasBase
+
     formats = FigureCanvasBase.get_supported_filetypes()
     suffix = Path(path).suffix.removeprefix(".").lower()
     if suffix and suffix not in formats:
