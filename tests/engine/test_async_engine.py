@@ -547,3 +547,24 @@ async def test_a_tenants_long_prompts_hold_up_no_others(core: EngineCore, monkey
             ends.set()
         refusals = await asyncio.gather(*slow, return_exceptions=True)
     assert all(isinstance(refusal, ContextLengthError) for refusal in refusals)
+
+
+async def test_its_threads_end_with_the_engine_and_prompts_that_wait_are_refused(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, ends, make = set(threading.enumerate()), threading.Event(), core.inputs.make_without_grammar
+    async with started(core) as engine:
+        params = SamplingParams(max_tokens=3, structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
+        assert await collect(engine, PROMPT, params)
+
+        def make_slowly(prompt: list[int], params: SamplingParams, context: RequestContext) -> Request:
+            assert ends.wait(600)
+            return make(prompt, params, context)
+
+        monkeypatch.setattr(core.inputs, "make_without_grammar", make_slowly)
+        waiting = [asyncio.ensure_future(collect(engine, PROMPT, params)) for _ in range(8)]
+        await until(lambda: sum(map(len, engine._making._turns._waiting.values())) > 0)
+    ends.set()
+    refused = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(error) for error in refused] == [EngineDeadError] * 8
+    await until(lambda: not {thread for thread in set(threading.enumerate()) - before if "octavo" in thread.name})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
+from octavo.structured_outputs import StructuredOutputsParams
 from tests.conftest import runner_of
 
 SMALL: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "num_blocks": 20, "block_size": 16}
@@ -93,3 +96,16 @@ def test_closing_frees_model_and_cache_even_if_the_engine_is_kept(tiny_llama: Pa
     with pytest.raises(RuntimeError, match="this LLM is closed"):
         llm.generate("text")
     llm.close()
+
+
+def test_an_engines_threads_end_when_it_is_closed(tiny_llama: Path, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    llm = LLM(str(tiny_llama), **SMALL, kv_disk=str(tmp_path), kv_disk_size="4MiB", kv_host_memory="1MiB")
+    serve(llm)
+    params = SamplingParams(max_tokens=3, structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
+    llm.generate("text", params, use_tqdm=False)
+    llm.close()
+    deadline = time.monotonic() + 60
+    while left := [thread.name for thread in set(threading.enumerate()) - before if "octavo" in thread.name]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)

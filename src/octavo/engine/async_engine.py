@@ -159,10 +159,11 @@ class AsyncEngine:
             request = make(prompt, params, context)
         else:
             request = await self._making.run(context.tenant, partial(make, prompt, params, context))
+            self._require_alive()
             if (wanted := request.params.structured_outputs) is not None:
                 assert self._grammars is not None  # or it would have been refused
                 request.grammar = await self._grammars.compile(wanted, context.tenant)
-            self._require_alive()
+                self._require_alive()
         # Nothing is awaited from here until the request is queued, so the check stays valid.
         self._check_room(len(request.prompt_token_ids), context)
         if request.request_id in self._streams:
@@ -225,6 +226,9 @@ class AsyncEngine:
         while self._streams and self.is_alive and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         self._fail(EngineDeadError("the server is shutting down"))
+        self._making.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():

@@ -61,6 +61,7 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
         tokenizer = load_tokenizer(config) if begun is None else begun.result()
         model, limit = runner.model, config.limits.max_grammar_ms
         grammars = GrammarCompiler(lambda: tokenizer, facts.vocab_size, model.eos_token_ids, limit)
+        resources.callback(grammars.close)
         runner.use_grammars(grammars)  # shared with the engine
         identity = _identity(config, source, runner, facts)
         kv = assemble_cache(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from octavo.errors import OverloadedError
+from octavo.errors import EngineDeadError, OverloadedError
 from octavo.grammar.compiler import NUM_SHARED_THREADS, PATIENCE, CompiledGrammar, GrammarCompiler
 from octavo.least_served import LeastServed
 from octavo.structured_outputs import StructuredOutputsParams
@@ -72,6 +72,14 @@ class Turns:
             self._held.forget(tenant)
         self._let_in()
 
+    def close(self) -> None:
+        """Refuse those that wait with `EngineDeadError`."""
+        for line in self._waiting.values():
+            for turn in line:
+                if not turn.done():
+                    turn.set_exception(EngineDeadError("the server is shutting down"))
+        self._waiting.clear()
+
     def _let_in(self) -> None:
         """Give the places that are free to those whose turn it is."""
         num_held = sum(map(self._held.__getitem__, self._held))
@@ -104,6 +112,11 @@ class TenantThreads:
         """Call `work` in a thread once it is the tenant's turn, and return its result."""
         loop = asyncio.get_running_loop()
         return await self._turns.run(tenant, lambda: loop.run_in_executor(self._threads, work))
+
+    def close(self) -> None:
+        """Refuse what waits, and let each thread end once its work is done."""
+        self._turns.close()
+        self._threads.shutdown(wait=False)
 
     def start(self, work: Callable[[], object]) -> None:
         """Call `work` in a thread out of turn, without waiting for it."""
@@ -148,6 +161,10 @@ class GrammarQueue:
                 del self._num_waiting[key]
                 self._forget(key, task)  # at once, so that no request joins what is being cancelled
                 task.cancel()  # does nothing if it is done; otherwise all clients have left
+
+    def close(self) -> None:
+        """Refuse the grammars that wait for their turn."""
+        self._turns.close()
 
     def _forget(self, key: _Key, task: asyncio.Task[CompiledGrammar]) -> None:
         if self._tasks.get(key) is task:

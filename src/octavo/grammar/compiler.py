@@ -125,6 +125,10 @@ class GrammarCompiler:
         )
         self._threads = ThreadPoolExecutor(NUM_SHARED_THREADS + 1, "octavo-grammar", _give_way)
 
+    def close(self) -> None:
+        """Let each thread end once its grammar is compiled."""
+        self._threads.shutdown(wait=False)
+
     def prepare(self) -> Future[None]:
         """Start the process that tries grammars, and let llguidance read the vocabulary in a thread of its own.
 
