@@ -12,9 +12,9 @@ tokens, in enough layers to exceed the CPU's caches, with block ids shuffled as 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -25,7 +25,7 @@ from octavo.planner.calculator import block_tokens
 from octavo.storage.arena import KVArena
 from octavo.storage.layer_kv import LayerKV
 from octavo.workloads.machine_limits import DRAM_BYTES
-from octavo.workloads.timing import Call, Timing, interleaved, paired_ratio
+from octavo.workloads.timing import Call, interleaved, paired_ratio
 
 Kind = Literal["decode", "prefill"]
 BlockSize = int | Literal["max"]
@@ -127,68 +127,41 @@ def _attend(backend: AttentionBackend, kv: LayerKV, query: torch.Tensor, batch: 
     return backend.attend(kv, query, batch, scale=query.shape[2] ** -0.5)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionFigure:
-    """The result of one block size in one case.
-
-    Attributes:
-        microseconds: time of the median call, for all sequences in one layer.
-        gb_per_s: see the module; None in prefill, which is not limited by reading.
-        gflop_per_s: see the module.
-        slower_percent: how much slower than one contiguous block, by the median of the rounds' ratios; negative if
-            faster, None if contiguous was not measured.
-    """
-
-    kind: Kind
-    backend: str
-    dtype: str
-    seqs: int
-    context: int
-    new_tokens: int
-    block_size: BlockSize
-    rounds: int
-    microseconds: float
-    gb_per_s: float | None
-    gflop_per_s: float
-    slower_percent: float | None
-
-
 def measure_case(
     case: AttentionCase,
     block_sizes: Sequence[BlockSize],
     *,
     working_set: int = DRAM_BYTES,
     seconds: float = 0.5,
-    min_rounds: int = 5,
-) -> list[AttentionFigure]:
-    """Time the case at each block size, interleaved.
+) -> list[dict[str, Any]]:
+    """Time the case at each block size, interleaved; return a row of JSON for each.
+
+        microseconds    the median call, for all sequences in one layer
+        gb_per_s        see the module; None in prefill, which is not limited by reading
+        gflop_per_s     see the module
+        slower_percent  how much slower than one contiguous block, by the median of the rounds' ratios; negative if
+                        faster, None if contiguous was not measured
 
     Args:
         working_set: bytes of keys and values that the calls of one block size cycle through.
         seconds: time spent on each block size.
     """
     num_layers = case.num_layers(working_set)
-    candidates = {str(size): case.calls(size, num_layers) for size in block_sizes}
-    timings = interleaved(candidates, seconds=seconds, min_rounds=min_rounds)
+    timings = interleaved({str(size): case.calls(size, num_layers) for size in block_sizes}, seconds=seconds)
     contiguous = timings.get(CONTIGUOUS)
-    return [_figure(case, size, timings[str(size)], contiguous) for size in block_sizes]
-
-
-def _figure(case: AttentionCase, block_size: BlockSize, timing: Timing, contiguous: Timing | None) -> AttentionFigure:
-    return AttentionFigure(
-        kind=case.kind,
-        backend=case.backend,
-        dtype=case.dtype,
-        seqs=case.seqs,
-        context=case.context,
-        new_tokens=case.new_tokens,
-        block_size=block_size,
-        rounds=len(timing.seconds),
-        microseconds=round(timing.median * 1e6, 1),
-        gb_per_s=round(case.kv_bytes / timing.median / 1e9, 2) if case.kind == "decode" else None,
-        gflop_per_s=round(case.flops / timing.median / 1e9, 2),
-        slower_percent=None if contiguous is None else round(100 * (paired_ratio(timing, contiguous) - 1), 2),
-    )
+    shape = {name: value for name, value in asdict(case).items() if name != "heads"}
+    return [
+        shape
+        | {
+            "block_size": size,
+            "rounds": len((timing := timings[str(size)]).seconds),
+            "microseconds": round(timing.median * 1e6, 1),
+            "gb_per_s": round(case.kv_bytes / timing.median / 1e9, 2) if case.kind == "decode" else None,
+            "gflop_per_s": round(case.flops / timing.median / 1e9, 2),
+            "slower_percent": contiguous and round(100 * (paired_ratio(timing, contiguous) - 1), 2),
+        }
+        for size in block_sizes
+    ]
 
 
 def cases(
@@ -208,13 +181,3 @@ def cases(
                 decode = kind == "decode"
                 seqs = max(1, decode_tokens // context) if decode else 1
                 yield AttentionCase(kind, backend, heads, dtype, seqs, context, 1 if decode else min(chunk, context))
-
-
-def worst_slowdown(figures: Sequence[AttentionFigure], block_size: BlockSize, backend: str) -> float | None:
-    """Return the largest `slower_percent` of a block size over all kinds and contexts; None if there is none."""
-    found = [
-        f.slower_percent
-        for f in figures
-        if (f.block_size, f.backend) == (block_size, backend) and f.slower_percent is not None
-    ]
-    return max(found, default=None)

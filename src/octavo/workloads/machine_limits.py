@@ -15,9 +15,7 @@ from functools import partial
 import torch
 
 from octavo import kernels
-from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.planner.machine import default_num_threads
-from octavo.storage.arena import KVArena
 from octavo.workloads.timing import Call, Timing, interleaved, threads
 
 DRAM_BYTES = 256 << 20
@@ -33,7 +31,7 @@ class Limit:
 
     Attributes:
         name: what was measured.
-        value: the rate, or the time, of the median call, in `unit`.
+        value: the rate of the median call, in `unit`.
         best: the same of the best call.
         how: the fastest way to do it, which was used.
     """
@@ -51,14 +49,7 @@ def thread_counts(most: int | None = None) -> list[int]:
     return sorted({1, most or default_num_threads()})
 
 
-def measure_limits(
-    counts: list[int],
-    *,
-    seconds: float = 0.5,
-    dram_bytes: int = DRAM_BYTES,
-    cache_bytes: int = CACHE_BYTES,
-    product_size: int = PRODUCT_SIZE,
-) -> Iterator[Limit]:
+def measure_limits(counts: list[int], *, seconds: float = 0.5) -> Iterator[Limit]:
     """Measure every limit with each number of threads.
 
     Args:
@@ -66,12 +57,10 @@ def measure_limits(
     """
     for count in counts:
         with threads(count):
-            yield read_bandwidth("read from DRAM", dram_bytes, count, seconds=seconds)
-            yield read_bandwidth("read from cache", cache_bytes, count, seconds=seconds)
+            yield read_bandwidth("read from DRAM", DRAM_BYTES, count, seconds=seconds)
+            yield read_bandwidth("read from cache", CACHE_BYTES, count, seconds=seconds)
             for dtype in (torch.bfloat16, torch.float32):
-                yield _product(dtype, product_size, count, seconds)
-    with threads(1):
-        yield from _call_overheads(seconds)
+                yield _product(dtype, PRODUCT_SIZE, count, seconds)
 
 
 def read_bandwidth(name: str, nbytes: int, count: int, *, seconds: float = 0.5) -> Limit:
@@ -108,32 +97,3 @@ def _product(dtype: torch.dtype, size: int, count: int, seconds: float) -> Limit
 
 def _limit(name: str, count: int, unit: str, work: float, timing: Timing, how: str) -> Limit:
     return Limit(name, count, unit, round(work / timing.median, 2), round(work / timing.best, 2), how)
-
-
-def _call_overheads(seconds: float) -> Iterator[Limit]:
-    """Measure the overhead in microseconds of a call with almost no work: Python, argument checks and dispatch."""
-    one = torch.ones(1)
-    row, weight = torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(64, 64, dtype=torch.bfloat16)
-    calls: dict[str, Call] = {
-        "torch.add of 1 element": partial(torch.add, one, one, out=torch.empty(1)),
-        "F.linear 1 x 64 x 64": partial(torch.nn.functional.linear, row, weight),
-    }
-    if kernels.available():
-        calls |= _kernel_calls(row, weight)
-    for name, timing in interleaved({name: [call] for name, call in calls.items()}, seconds=seconds).items():
-        yield Limit("a call", 1, "µs", round(timing.median * 1e6, 2), round(timing.best * 1e6, 2), name)
-
-
-def _kernel_calls(row: torch.Tensor, weight: torch.Tensor) -> dict[str, Call]:
-    out = torch.empty_like(row)
-    kv = KVArena(KVCacheSpec.build([LayerKVSpec(1, 64, 64)], 16, "bfloat16"), 2).float_layers[0]
-    query, attended = torch.ones(1, 1, 64, dtype=torch.bfloat16), torch.empty(1, 1, 64, dtype=torch.bfloat16)
-    table, table_rows = torch.ones(1, 1).int(), torch.zeros(1).long()
-    start, length = torch.tensor([0, 1]).int(), torch.ones(1).int()
-    return {
-        "kernels.rms_norm 1 x 64": partial(kernels.rms_norm, row, weight[0], 1e-5, out),
-        "PackedWeight.linear 1 x 64 x 64": partial(kernels.PackedWeight.pack(weight).linear, row, None, out),
-        "kernels.attend 1 token": partial(
-            kernels.attend, *kv.for_kernels, query, table, table_rows, start, length, scale=1.0, out=attended
-        ),
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from octavo.commands.common_options import add_json_option, block_sizes, positive, positives, thread_count
@@ -13,7 +12,7 @@ from octavo.planner.machine import default_num_threads
 from octavo.workloads import report
 
 if TYPE_CHECKING:
-    from octavo.workloads.attention import AttentionFigure, Kind
+    from octavo.workloads.attention import Kind
 
 KINDS: tuple[Kind, ...] = ("decode", "prefill")
 
@@ -82,13 +81,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--heads must be Q,KV,DIM with Q a multiple of KV, got {args.heads}")
 
     from octavo import __version__, kernels
-    from octavo.workloads.attention import HeadCounts, cases, measure_case, worst_slowdown
+    from octavo.workloads.attention import HeadCounts, cases, measure_case
     from octavo.workloads.machine_limits import read_bandwidth
     from octavo.workloads.timing import threads
 
     backends = args.attention_backend or (["native"] if kernels.available() else []) + ["reference"]
     count = args.num_threads or default_num_threads()
-    figures: list[AttentionFigure] = []
+    figures: list[dict[str, Any]] = []
     with threads(count):
         read = read_bandwidth("read", args.working_set_mib << 20, count, seconds=args.seconds).value
         for case in cases(
@@ -112,31 +111,34 @@ def run(args: argparse.Namespace) -> int:
         "heads": {"query": heads[0], "kv": heads[1], "dim": heads[2]},
         "read_gb_per_s": read,
         "worst_slower_percent": {
-            backend: {str(size): worst_slowdown(figures, size, backend) for size in args.block_sizes if size != "max"}
+            backend: {str(size): _worst(figures, size, backend) for size in args.block_sizes if size != "max"}
             for backend in backends
         },
         "machine": machine,
     }
     if args.json:
-        print(report.as_json_line({**result, "figures": [asdict(figure) for figure in figures]}))
+        print(report.as_json_line({**result, "figures": figures}))
     else:
         print("\n".join(_tables(result, figures)))
     return 0
 
 
-def _tables(result: dict[str, Any], figures: list[AttentionFigure]) -> list[str]:
+def _worst(figures: list[dict[str, Any]], block_size: int, backend: str) -> float | None:
+    """Return the largest `slower_percent` of a block size over all kinds and contexts; None if there is none."""
+    slower = (f["slower_percent"] for f in figures if (f["block_size"], f["backend"]) == (block_size, backend))
+    return max((each for each in slower if each is not None), default=None)
+
+
+def _tables(result: dict[str, Any], figures: list[dict[str, Any]]) -> list[str]:
     read = result["read_gb_per_s"]
-    rows = [
-        (
-            *(f.kind, f.backend, f"{f.seqs} x {f.context}", f.block_size, report.show(f.microseconds)),
-            *(report.show(f.gb_per_s), "-" if f.gb_per_s is None else f"{100 * f.gb_per_s / read:.0f} %"),
-            *(
-                report.show(f.gflop_per_s),
-                "-" if f.slower_percent is None or f.block_size == "max" else f"{f.slower_percent:+.1f} %",
-            ),
-        )
-        for f in figures
-    ]
+    rows = []
+    for f in figures:
+        rate, slower = f["gb_per_s"], f["slower_percent"]
+        share = "-" if rate is None else f"{100 * rate / read:.0f} %"
+        against = "-" if slower is None or f["block_size"] == "max" else f"{slower:+.1f} %"
+        times = map(report.show, (f["microseconds"], rate))
+        row = (f["kind"], f["backend"], f"{f['seqs']} x {f['context']}", f["block_size"], *times)
+        rows.append((*row, share, report.show(f["gflop_per_s"]), against))
     heading = ("", "backend", "seqs x context", "block", "µs", "GB/s", "of read", "GFLOP/s", "vs contiguous")
     shown = {
         "heads": result["heads"],

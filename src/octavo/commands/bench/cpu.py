@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from octavo.commands.common_options import add_json_option, positive, thread_count
+from octavo.commands.common_options import add_json_option, thread_count
 from octavo.workloads import report
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of threads to compare with one (default: all cores)",
     )
     parser.add_argument("--seconds", type=float, default=0.5, metavar="X", help="seconds per measurement")
-    parser.add_argument("--dram-mib", type=positive, default=256, metavar="N", help="MiB to read from DRAM")
-    parser.add_argument("--cache-mib", type=positive, default=4, metavar="N", help="MiB to read from cache")
-    parser.add_argument("--product", type=positive, default=2048, metavar="N", help="size of the square matrices")
     add_json_option(parser)
 
 
@@ -37,15 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.workloads.scoreboard import score
 
     counts = thread_counts(args.num_threads)
-    limits = list(
-        measure_limits(
-            counts,
-            seconds=args.seconds,
-            dram_bytes=args.dram_mib << 20,
-            cache_bytes=args.cache_mib << 20,
-            product_size=args.product,
-        )
-    )
+    limits = list(measure_limits(counts, seconds=args.seconds))
     scores = [score(model, counts[-1]) for model in args.models]
     machine = {**report.machine(), "isa": kernels.isa() if kernels.available() else None}
     if args.json:
