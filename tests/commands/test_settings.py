@@ -149,6 +149,17 @@ def test_a_variable_that_means_nothing_is_refused(tmp_path: Path, variable: str,
         settings(tmp_path, environment={variable: value})
 
 
+def test_a_router_refuses_the_options_of_servers(
+    octavo_command: OctavoCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "octavo.toml").write_text('role = "decode"')
+    code, _, err = octavo_command("route", "--config", tmp_path / "octavo.toml", "--accept-workers")
+    assert (code, "octavo.toml has an unknown option 'role'; it is an option of servers only" in err) == (1, True)
+    monkeypatch.setenv("OCTAVO_ROLE", "decode")
+    code, _, err = octavo_command("route", "--accept-workers")
+    assert (code, "unknown environment variable 'OCTAVO_ROLE'; it is an option of" in err) == (1, True)
+
+
 def test_none_turns_an_option_off_that_a_command_sets(tmp_path: Path) -> None:
     for found in (
         settings(tmp_path, 'itl_slo_ms = "none"'),

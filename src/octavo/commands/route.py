@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     from octavo.cluster.app import route
 
     flags = {**given_options(args, ServerConfig), **given_options(args, RouterConfig)}
-    settings = Settings((ServerConfig, RouterConfig), flags, os.environ, getattr(args, "config", None), [KEY_OPTIONS])
+    configs, path = (ServerConfig, RouterConfig), getattr(args, "config", None)
+    settings = Settings(configs, flags, os.environ, path, [KEY_OPTIONS], omit=_OF_SERVERS)
     config = ServerConfig(**settings.given(ServerConfig))
     router_config = RouterConfig(**settings.given(RouterConfig))
     configure_logging(config.log_level, config.log_format)

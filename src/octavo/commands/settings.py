@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from types import MappingProxyType
 from typing import Any
@@ -50,6 +50,7 @@ class Settings:
         path: the file given by a flag; None for the one that `CONFIG_VARIABLE` names, if any.
         exclusive: groups of options that override each other: if a source gives an option of such a group, all options
             of the group in sources with lower precedence are ignored.
+        omit: options of `configs` that the command does not have.
 
     Raises:
         ConfigError: an option is unknown, or its value is of the wrong type.
@@ -63,10 +64,14 @@ class Settings:
         path: str | None = None,
         exclusive: Sequence[frozenset[str]] = (),
         defaults: Mapping[str, Any] = MappingProxyType({}),
+        omit: Collection[str] = (),
     ) -> None:
         self._configs = configs
         self._options = {
-            name: each for config in configs for name, each in options_of(config).items() if not each.internal
+            name: each
+            for config in configs
+            for name, each in options_of(config).items()
+            if not each.internal and name not in omit
         }
         self.path = path or environment.get(CONFIG_VARIABLE) or None
         from_file = {} if self.path is None else self._of_file(self.path)
@@ -118,7 +123,9 @@ class Settings:
                 continue
             name = variable.removeprefix(PREFIX).lower()
             if name not in self._options or variable != variable.upper():
-                raise ConfigError(f"unknown environment variable {shown(variable)}{self._unknown_variable(name)}")
+                known = [*_OTHER_VARIABLES, *(PREFIX + known.upper() for known in self._options)]
+                hint = self._instead_of(name, nearest(PREFIX + name.upper(), known))
+                raise ConfigError(f"unknown environment variable {shown(variable)}{hint}")
             text = environment[variable].strip()
             if variable == "OCTAVO_PORT" and "://" in text:
                 raise ConfigError(
@@ -138,7 +145,7 @@ class Settings:
             if name in given:
                 raise ConfigError(f"{path} gives {name} twice")
             if name not in self._options:
-                hint = unknown_name(name, self._configs)
+                hint = self._instead_of(name, nearest(name, self._options))
                 if isinstance(value, dict):
                     hint = "; options stand at the top of the file, in no table"
                 raise ConfigError(f"{path} has an unknown option {shown(key)}{hint}")
@@ -147,10 +154,12 @@ class Settings:
             logger.warning("other users of this machine can read the keys in %s: chmod 600 it", path)
         return given
 
-    def _unknown_variable(self, name: str) -> str:
+    def _instead_of(self, name: str, nearest_name: str) -> str:
         if any(name in config.REMOVED for config in self._configs):
             return unknown_name(name, self._configs)
-        return nearest(PREFIX + name.upper(), [*_OTHER_VARIABLES, *(PREFIX + known.upper() for known in self._options)])
+        if any(name in options_of(config) for config in self._configs) and name not in self._options:
+            return "; it is an option of servers only"
+        return nearest_name
 
 
 def _shown(option: Option, value: Any) -> Any:
