@@ -18,7 +18,10 @@ import torch
 from octavo.cli import main
 from octavo.engine.builder import load_draft_model
 from octavo.engine.core import EngineCore
+from octavo.engine.model_loading import choose_target
 from octavo.errors import ConfigError
+from octavo.planner.draft_memory import draft_config
+from octavo.planner.sources import find_shape
 from octavo.scheduler.step_time import StepTimeModel
 from tests.engine.preempting import thrash
 from tests.engine.test_speculation import make_jobs, run
@@ -134,6 +137,22 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_draft_model_takes_the_longrope_factors_of_the_engines_longest_sequence(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "factor": 4.0, **factors}
+    original = {"original_max_position_embeddings": 2 * MAX_MODEL_LEN}
+    sizes = {"pad_token_id": 0, "max_position_embeddings": 8 * MAX_MODEL_LEN, **original}
+    make_model("Phi3", rope_parameters=rope | original, **sizes).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    with drafting_core(tmp_path) as core:  # of a model for MAX_MODEL_LEN tokens
+        assert core.scheduler.speculator is not None
+        assert core.scheduler.speculator._model is not None
+        assert core.scheduler.speculator._model._max_model_len == MAX_MODEL_LEN
+    for longest, key in [(MAX_MODEL_LEN, "short_factor"), (4 * MAX_MODEL_LEN, "long_factor")]:
+        target = choose_target(draft_config(core.config, str(tmp_path), find_shape(str(tmp_path)), longest))
+        assert target.model.rope.frequency_factors == tuple(factors[key])
+
+
 def test_the_plan_counts_what_a_draft_model_takes(capsys: pytest.CaptureFixture[str]) -> None:
     config = {"method": "draft_model", "model": str(another_model())}
     options = ["--dtype", "float32", "--device", "cpu", "--max-num-seqs", "64", "--memory", "4GiB"]
@@ -143,7 +162,7 @@ def test_the_plan_counts_what_a_draft_model_takes(capsys: pytest.CaptureFixture[
     without = json.loads(capsys.readouterr().out.splitlines()[-1])
     with drafting_core(another_model()) as core, ExitStack() as resources:
         assert core.config.draft_model is not None
-        loaded = load_draft_model(core.config, core.config.draft_model, resources)
+        loaded = load_draft_model(core.config, core.config.draft_model, MAX_MODEL_LEN, resources)
         sizes = planned["draft_model_bytes"]
         assert sizes["cache"] == loaded.cache_bytes
         assert sizes["weights"] == pytest.approx(loaded.facts.weight_bytes, rel=0.01)

@@ -50,12 +50,14 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
     started = time.perf_counter()
     config.require_packages()
     source = model_of(config)
-    if config.speculative_config is not None and not load_model_config(source).runs_natively:
+    model_config = load_model_config(source)
+    if config.speculative_config is not None and not model_config.runs_natively:
         raise ConfigError("speculative_config is not available for models that run through transformers")
     begun = begun or begin_loading(config)
     with ExitStack() as resources:  # closed here if anything below fails, else with the engine
         # Before the model, which takes what it leaves.
-        draft = None if config.draft_model is None else load_draft_model(config, config.draft_model, resources)
+        longest = config.max_model_len or model_config.max_position_embeddings
+        draft = None if config.draft_model is None else load_draft_model(config, config.draft_model, longest, resources)
         runner, facts = build_runner(config, 0 if draft is None else draft.cache_bytes)
         resources.callback(runner.close)
         tokenizer = load_tokenizer(config) if begun is None else begun.result()
@@ -226,11 +228,12 @@ class LoadedDraftModel(NamedTuple):
             )
 
 
-def load_draft_model(config: EngineConfig, name: str, resources: ExitStack) -> LoadedDraftModel:
+def load_draft_model(config: EngineConfig, name: str, longest: int, resources: ExitStack) -> LoadedDraftModel:
     """Load the draft model of an engine with these options, which `resources` closes.
 
     Args:
         name: the draft model, as for `--model`.
+        longest: the engine's longest sequence, in tokens.
 
     Raises:
         ModelError, ConfigError: see `build_engine`.
@@ -239,6 +242,6 @@ def load_draft_model(config: EngineConfig, name: str, resources: ExitStack) -> L
     model = load_model_config(source)
     if not model.runs_natively:
         raise ConfigError(f"the draft model {name} runs through transformers only: {model.transformers_reason}")
-    runner, facts = build_runner(draft_config(config, name, shape_of_source(source, model)))
+    runner, facts = build_runner(draft_config(config, name, shape_of_source(source, model), longest))
     resources.callback(runner.close)
     return LoadedDraftModel(source, runner, facts)

@@ -105,7 +105,7 @@ class Deployment:
     def draft_model(self) -> DraftMemory:
         """Memory of the draft model; zeros without one."""
         on_cpu = self.options.device == "cpu"
-        return draft_memory(self._config, self.dtype, on_cpu=on_cpu, available=self._available)
+        return draft_memory(self._config, self.max_model_len, self.dtype, on_cpu=on_cpu, available=self._available)
 
     @property
     def _available(self) -> int:

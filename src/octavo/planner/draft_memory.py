@@ -33,11 +33,13 @@ class DraftMemory:
 NO_DRAFT_MODEL = DraftMemory(0, 0, 0)
 
 
-def draft_config(config: EngineConfig, model: str, shape: ModelShape) -> EngineConfig:
-    """Return the options of a draft model with this shape, for an engine with `config`."""
-    max_model_len = min(
-        shape.config.max_position_embeddings, _CACHE_TOKENS - _BLOCK_SIZE, config.max_model_len or _CACHE_TOKENS
-    )
+def draft_config(config: EngineConfig, model: str, shape: ModelShape, longest: int) -> EngineConfig:
+    """Return the options of a draft model with this shape, for an engine with `config`.
+
+    Args:
+        longest: the engine's longest sequence, in tokens.
+    """
+    max_model_len = min(shape.config.max_position_embeddings, _CACHE_TOKENS - _BLOCK_SIZE, longest)
     max_num_seqs = min(config.max_num_seqs, _MAX_NUM_SEQS)
     num_tokens = min(_CACHE_TOKENS, max_num_seqs * (max_model_len + _BLOCK_SIZE))
     num_groups = len(KVCacheSpec.build(shape.kv_layers, _BLOCK_SIZE, "bfloat16").groups)
@@ -60,10 +62,11 @@ def draft_config(config: EngineConfig, model: str, shape: ModelShape) -> EngineC
     )
 
 
-def draft_memory(config: EngineConfig, dtype: str, *, on_cpu: bool, available: int) -> DraftMemory:
+def draft_memory(config: EngineConfig, longest: int, dtype: str, *, on_cpu: bool, available: int) -> DraftMemory:
     """Return what the draft model of an engine with these options takes, zeros without one.
 
     Args:
+        longest: the engine's longest sequence, in tokens.
         available: bytes of the device.
 
     Raises:
@@ -76,7 +79,7 @@ def draft_memory(config: EngineConfig, dtype: str, *, on_cpu: bool, available: i
 
     shape = find_shape(name)
     sizing = Sizing(
-        config=draft_config(config, name, shape),
+        config=draft_config(config, name, shape, longest),
         shape=shape,
         dtype=dtype,
         kv_dtype=shape.kv_dtype("auto", dtype),
