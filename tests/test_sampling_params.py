@@ -49,7 +49,8 @@ REFUSED = [
     ("logprobs", True),
     ("prompt_logprobs", MAX_LOGPROBS + 1),
     ("logit_bias", {-1: 1.0}),
-    ("logit_bias", {"1": 1.0}),
+    ("logit_bias", {"x": 1.0}),
+    ("logit_bias", {1.0: 1.0}),
     ("logit_bias", {1: 100.5}),
     ("logit_bias", {1: math.nan}),
     ("logit_bias", [1]),
@@ -138,3 +139,8 @@ def test_the_callers_bias_may_change_afterwards() -> None:
     params = SamplingParams(logit_bias=bias)
     bias[1] = 1e9
     assert params.logit_bias == {1: 2.0}
+
+
+def test_the_keys_of_a_bias_may_be_texts_as_in_json() -> None:
+    biases: dict[Any, float] = {"1": 2.0, 2: 3.0}
+    assert SamplingParams(logit_bias=biases).logit_bias == {1: 2.0, 2: 3.0}

@@ -151,7 +151,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise FieldError("logit_bias", f"must map token ids to numbers, got {shown(self.logit_bias)}")
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         described: object = self.structured_outputs
         if isinstance(described, Mapping):
             object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(described))
@@ -342,6 +342,14 @@ def _token_id_set(name: str, value: object) -> frozenset[int]:
         # Checked before they become a set, in which 1, 1.0 and True are equal.
         _require_int(name, token_id, 0, math.inf)
     return frozenset(token_ids)  # type: ignore[arg-type]
+
+
+def _biases(logit_bias: Mapping[Any, float]) -> dict[int, float]:
+    """Return biases by token id; JSON's keys are texts."""
+    try:
+        return {int(key) if isinstance(key, str) else key: bias for key, bias in logit_bias.items()}
+    except ValueError:
+        raise FieldError("logit_bias", 'must have token ids as keys, such as "50256"') from None
 
 
 def _tuple(name: str, value: object) -> tuple[object, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from octavo.text.bad_words import bad_word_token_ids
 
 
@@ -20,9 +22,12 @@ class Words:
         return ids
 
 
+WORDS: Any = Words()
+
+
 def test_a_word_is_forbidden_at_the_beginning_and_after_a_space() -> None:
-    assert bad_word_token_ids(Words(), ["cats"]) == ((1, 2), (0, 2))
+    assert bad_word_token_ids(WORDS, ["cats"]) == ((1, 2), (0, 2))
 
 
 def test_a_space_that_is_a_token_of_its_own_forbids_nothing_new() -> None:
-    assert bad_word_token_ids(Words(), [" dog", "dog"]) == ((4,),)
+    assert bad_word_token_ids(WORDS, [" dog", "dog"]) == ((4,),)

@@ -191,7 +191,7 @@ def test_a_character_of_several_tokens_comes_out_with_its_last() -> None:
 
 
 def test_a_real_replacement_character_comes_out_once_something_follows() -> None:
-    tokenizer = byte_level()
+    tokenizer: Any = byte_level()
     detokenizer = IncrementalDetokenizer(tokenizer, [], SamplingParams())
     assert detokenizer.append(encode(tokenizer, "a\ufffd")) == "a"
     assert detokenizer.append(encode(tokenizer, "b")) == "\ufffdb"
@@ -245,7 +245,7 @@ def test_work_per_token_does_not_grow_with_the_text(kind: str) -> None:
     tokenizer = byte_level()
     [junk] = [token for token in range(vocab_size(tokenizer)) if tokenizer.id_to_token(token) == "ÿ"]
     token_ids = {"text": encode(tokenizer, CORPUS[1]), "junk": [junk], "special": [0]}[kind]
-    counting = CountingDecoder(tokenizer)
+    counting: Any = CountingDecoder(tokenizer)
     decoder = TokenDecoder(counting, encode(tokenizer, CORPUS[0]))
     for token_id in itertools.islice(itertools.cycle(token_ids), 2000):
         decoder.append([token_id])
@@ -373,5 +373,6 @@ def test_a_prompt_without_text_is_decoded_no_further_back_than_the_limit() -> No
             lengths.append(len(ids))
             return ""
 
-    TokenDecoder(Silent(), [7] * 1_000_000)
+    silent: Any = Silent()
+    TokenDecoder(silent, [7] * 1_000_000)
     assert max(lengths) <= 4 * MAX_LOOK_BACK

@@ -147,8 +147,8 @@ def _structured_outputs(text: str) -> StructuredOutputsParams:
         raise argparse.ArgumentTypeError(f"must describe an output: {error}") from error
 
 
-def _token_biases(text: str) -> dict[int, float]:
+def _token_biases(text: str) -> Mapping[int, float] | None:
     try:
-        return {int(token_id): float(bias) for token_id, bias in json.loads(text).items()}
-    except (AttributeError, TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"must be a JSON object as '{{\"42\": -100}}', got {text!r}") from None
+        return SamplingParams(logit_bias=json.loads(text)).logit_bias
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; an example: '{{\"42\": -100}}'") from error

@@ -110,11 +110,6 @@ def _check_shape(kind: str, given: object) -> None:
 
 
 def _line_params(options: dict[str, Any]) -> SamplingParams:
-    if isinstance(biases := options.get("logit_bias"), dict):
-        try:
-            options["logit_bias"] = {int(token_id): bias for token_id, bias in biases.items()}
-        except ValueError:
-            raise RequestError("logit_bias must have token ids as keys", param="logit_bias") from None
     try:
         return SamplingParams(**options)
     except TypeError as error:

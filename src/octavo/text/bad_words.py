@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+
+from octavo.text.tokenizer import Tokenizer
 
 
-class TextEncoder(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-
-def bad_word_token_ids(tokenizer: TextEncoder, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def bad_word_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return each word's tokens at the beginning of a text and, if they begin with another token, after a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Protocol
 
 from octavo.sampling_params import SamplingParams
 from octavo.text.byte_pieces import MAX_LOOK_BACK, ByteTokenDecoder
@@ -21,12 +20,6 @@ _MAX_CONTEXT = 24
 _MAX_PARTIAL = 3
 # Number of undecodable tokens that are held back before those that cannot become a character are emitted.
 _MAX_PENDING = 8
-
-
-class TokenizerDecoder(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class TokenDecoder:
@@ -47,7 +40,7 @@ class TokenDecoder:
     """
 
     def __init__(
-        self, decoder: TokenizerDecoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+        self, decoder: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> None:
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
@@ -161,7 +154,7 @@ def _common_length(first: str, second: str) -> int:
 
 
 def make_token_decoder(
-    tokenizer: TokenizerDecoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
 ) -> TokenDecoder | ByteTokenDecoder:
     """Return the fastest exact decoder: a lookup of bytes if every token has its own, otherwise a `TokenDecoder`."""
     if isinstance(tokenizer, Tokenizer) and (pieces := tokenizer.byte_pieces(skip_special_tokens)) is not None:
@@ -176,7 +169,7 @@ class IncrementalDetokenizer:
         num_tokens: number of output tokens added; after a match, up to and including the one that completed it.
     """
 
-    def __init__(self, tokenizer: TokenizerDecoder, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         self.num_tokens = 0
         self._text: list[str] = []
         self._min_tokens = params.min_tokens

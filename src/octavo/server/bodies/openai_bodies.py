@@ -188,13 +188,12 @@ class GenerationBody(Accounted, StreamedBody, Guided):
             raise FieldError("stream", problem)
         wanted = structured_outputs_of(self, self.response_format, given.get("structured_outputs"))
         limits.check_structured_outputs(wanted)
-        if biases := given.get("logit_bias"):
-            given = {**given, "logit_bias": _token_biases(biases, vocab_size)}
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            check_token_ids(given.get(name) or (), vocab_size, name)
         # Beam search does not sample, and would refuse sampling parameters.
         recommended = {} if searches else defaults
-        return SamplingParams(**{**recommended, **given, "structured_outputs": wanted, **more})
+        params = SamplingParams(**{**recommended, **given, "structured_outputs": wanted, **more})
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            check_token_ids(getattr(params, name) or (), vocab_size, name)
+        return params
 
 
 @dataclass(kw_only=True)
@@ -359,12 +358,3 @@ class DetokenizeBody(RequestBody):
     tokens: list[int] = taken(
         "token ids", default=MISSING, ranges=lambda server: {"array": token_ids(server)}, bulky=True
     )
-
-
-def _token_biases(logit_bias: Mapping[Any, float], vocab_size: int) -> dict[int, float]:
-    try:
-        biases = {int(token_id): bias for token_id, bias in logit_bias.items()}
-    except ValueError:
-        raise FieldError("logit_bias", 'must have token ids as keys, such as "50256"') from None
-    check_token_ids(list(biases), vocab_size, "logit_bias")
-    return biases
