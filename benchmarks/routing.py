@@ -43,6 +43,7 @@ from octavo.planner.sources import find_shape
 from octavo.scheduler.plan_log import read_plans
 from octavo.simulator.calibration import DISTURBED, Sent, overheads, run_load, warm_up
 from octavo.simulator.fleet import Fleet
+from octavo.simulator.options import FleetOptions
 from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
 from octavo.simulator.sketch import Sketch
@@ -270,7 +271,7 @@ def sent_alone(target: Target, count: int) -> list[Sent]:
 
 def simulations(speed: Speed, load: Load, draws: int = DRAWS) -> list[Results]:
     """Simulate requests at their times several times, with other draws of single steps' times."""
-    plan = Plan(find_shape(MODEL), EngineConfig(model=MODEL), speed, replicas=2)
+    plan = Plan(find_shape(MODEL), EngineConfig(model=MODEL), speed, fleet=FleetOptions(replicas=2))
     found = []
     for draw in range(draws):
         servers = plan.servers()

@@ -396,4 +396,4 @@ def _fits(value: object, hint: Any) -> bool:
         return isinstance(value, str) and value in get_args(hint)
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
-    return isinstance(value, (str, os.PathLike) if hint is str else hint)
+    return isinstance(value, (str, os.PathLike) if hint is str else get_origin(hint) or hint)

@@ -13,7 +13,8 @@ from octavo.planner.roofline import StepTimes
 from octavo.request import SequenceId
 from octavo.scheduler.plan_log import RecordedStep
 from octavo.simulator.acceptance import KnownText, RecordedDrafts, outputs_of
-from octavo.simulator.questions import Demand, simulate
+from octavo.simulator.options import Demand
+from octavo.simulator.questions import simulate
 from octavo.simulator.speed import MEASURED, Speed
 from tests.engine.test_draft_model import drafting_core, make_drafts_cheap
 from tests.engine.test_speculation import make_jobs, run
@@ -53,7 +54,7 @@ def test_drafts_hold_as_far_as_recorded() -> None:
 
 def test_a_simulated_server_takes_fewer_steps_where_drafts_held() -> None:
     times = Speed("", MEASURED, StepTimes(0.01, ((1.0, 0.0), (100.0, 0.01))))
-    demand = Demand(count=20, users=1, input_len="8", output_len="60")
+    demand = Demand(num_requests=20, concurrency=1, input_len="8", output_len="60")
     off = simulate(plan().replace(speed=times), demand)
     config = '{"method": "suffix", "num_speculative_tokens": 4}'
     right, wrong = ((KnownText(1, 60, 0),),), ((*(KnownText(i, i, 4) for i in range(1, 60)),),)

@@ -13,7 +13,8 @@ from octavo.kvcache.hashing import Label
 from octavo.planner.roofline import StepTimes
 from octavo.simulator.fleet import PREFILL_TOKENS, ROUTERS, Fleet
 from octavo.simulator.links import ROUND_TRIP_S
-from octavo.simulator.questions import Demand, simulate
+from octavo.simulator.options import Demand
+from octavo.simulator.questions import simulate
 from octavo.simulator.results import Results
 from octavo.simulator.speed import MEASURED, Speed
 from octavo.tiers.base import Reason
@@ -38,21 +39,32 @@ def figures(results: Results) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "demand",
     [
-        Demand(count=60, rate=40.0, input_len="uniform:1-300", output_len="uniform:1-60", burstiness=0.5),
-        Demand(count=60, users=12, think_s=0.2, input_len="uniform:1-3000", output_len="30", prefix_len="100"),
+        Demand(
+            num_requests=60, request_rate=40.0, input_len="uniform:1-300", output_len="uniform:1-60", burstiness=0.5
+        ),
+        Demand(
+            num_requests=60,
+            concurrency=12,
+            think_time=0.2,
+            input_len="uniform:1-3000",
+            output_len="30",
+            prefix_len="100",
+        ),
     ],
     ids=["open", "closed"],
 )
 @pytest.mark.parametrize("router", ROUTERS)
 def test_one_server_of_a_fleet_is_a_server(demand: Demand, router: str) -> None:
     servers = [plan().server()]
-    assert figures(Fleet(servers, demand.traffic(), router, demand.tenants).run()) == figures(simulate(plan(), demand))
+    assert figures(Fleet(servers, demand.traffic(), router, demand.sent_by).run()) == figures(simulate(plan(), demand))
 
 
 def test_servers_that_take_turns_have_the_results_of_each_alone() -> None:
-    demand = Demand(count=200, rate=60.0, input_len="uniform:1-300", output_len="uniform:1-60", prefix_len="64")
+    demand = Demand(
+        num_requests=200, request_rate=60.0, input_len="uniform:1-300", output_len="uniform:1-60", prefix_len="64"
+    )
     fleet = simulate(plan().replace(replicas=3, router="round_robin"), demand)
-    alone = [simulate(plan(), replace(demand, replica=number, replicas=3)) for number in range(3)]
+    alone = [simulate(plan(), replace(demand, turn=number, turns=3)) for number in range(3)]
     for name in ("requests", "completed", "steps", "output_tokens", "cached_tokens", "evictions", "busy_s"):
         assert getattr(fleet, name) == pytest.approx(sum(getattr(each, name) for each in alone)), name
     assert fleet.duration_s == max(each.duration_s for each in alone)

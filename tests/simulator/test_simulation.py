@@ -16,8 +16,8 @@ from octavo.planner.roofline import StepTimes, find_machine
 from octavo.planner.sources import find_shape
 from octavo.request import Request
 from octavo.simulator.fitting import Spread
+from octavo.simulator.options import Demand
 from octavo.simulator.questions import (
-    Demand,
     Targets,
     find_rate,
     find_replicas,
@@ -53,7 +53,7 @@ def arrivals_of(demand: Demand) -> Iterator[float]:
 
 
 def test_a_request_alone_waits_for_its_prompt_and_then_a_step_a_token() -> None:
-    results = simulate(plan(), Demand(count=1, input_len="11", output_len="5"))
+    results = simulate(plan(), Demand(num_requests=1, input_len="11", output_len="5"))
     assert results.ttft.greatest == pytest.approx(STEP + 10 * TOKEN)
     assert results.itl.greatest == pytest.approx(STEP)
     assert results.itl.count == 4
@@ -62,11 +62,14 @@ def test_a_request_alone_waits_for_its_prompt_and_then_a_step_a_token() -> None:
 
 
 def test_a_requests_time_outside_its_steps_is_added() -> None:
-    demand = Demand(count=1, input_len="1", output_len="1")
+    demand = Demand(num_requests=1, input_len="1", output_len="1")
     slow = plan().replace(speed=Speed("", MEASURED, StepTimes(STEP, ()), intake_s=0.5, reply_s=0.2))
     results = simulate(slow, demand)
     assert results.ttft.greatest == results.e2e.greatest == pytest.approx(STEP + 0.7)
-    assert simulate(slow, Demand(count=2, users=1, input_len="1", output_len="1")).e2e.greatest == results.e2e.greatest
+    assert (
+        simulate(slow, Demand(num_requests=2, concurrency=1, input_len="1", output_len="1")).e2e.greatest
+        == results.e2e.greatest
+    )
 
 
 def test_a_step_during_which_a_request_comes_takes_longer() -> None:
@@ -98,7 +101,9 @@ def test_steps_simulated_at_once_are_those_simulated_one_by_one(num_blocks: int)
     spread = Spread(decodes=(0.9, 1.0, 1.3), chunks=(1.0, 1.1), resumed=(1.5,))
     times = StepTimes(STEP, ((1.0, 0.0), (2.0, TOKEN)), per_context_token=1e-6, per_arrival=0.002)
     speed = Speed("", MEASURED, times, intake_s=0.003, reply_s=0.001, spread=spread)
-    demand = Demand(count=80, rate=8.0, input_len="uniform:1-200", output_len="uniform:1-90", prefix_len="64")
+    demand = Demand(
+        num_requests=80, request_rate=8.0, input_len="uniform:1-200", output_len="uniform:1-90", prefix_len="64"
+    )
     several, single = (plan(num_blocks=num_blocks).replace(speed=speed).server() for _ in range(2))
     single.leaps = None
     at_once, one_by_one = (Simulation(server, demand.traffic()).run().report() for server in (several, single))
@@ -120,7 +125,7 @@ def test_a_percentile_is_a_value_that_as_many_as_it_says_do_not_exceed(count: in
 def test_percentiles_hold_what_single_steps_differ_by_and_are_the_same_in_every_run() -> None:
     spread = Spread(decodes=(0.9, 1.0, 1.0, 1.5), chunks=(2.0,))
     uneven = plan().replace(speed=Speed("", MEASURED, StepTimes(STEP, ()), spread=spread))
-    demand = Demand(count=1, input_len="11", output_len="2000")
+    demand = Demand(num_requests=1, input_len="11", output_len="2000")
     results = simulate(uneven, demand)
     assert results.ttft.greatest == pytest.approx(2 * STEP)
     assert [results.itl.percentile(p) for p in (10, 50, 90)] == pytest.approx([0.9 * STEP, STEP, 1.5 * STEP], rel=0.01)
@@ -128,7 +133,9 @@ def test_percentiles_hold_what_single_steps_differ_by_and_are_the_same_in_every_
 
 
 def test_every_token_is_accounted_for_and_no_block_is_lost() -> None:
-    demand = Demand(count=60, rate=20.0, input_len="lognormal:150,0.9", output_len="uniform:20-150", seed=3)
+    demand = Demand(
+        num_requests=60, request_rate=20.0, input_len="lognormal:150,0.9", output_len="uniform:20-150", workload_seed=3
+    )
     server = plan(num_blocks=81).server()
     results = Simulation(server, demand.traffic()).run()
     server.kv.audit()
@@ -145,7 +152,7 @@ def test_prompts_share_what_the_trace_says_they_share() -> None:
     trace = tuple(TraceRequest(float(i), 1024 + 100, 4, hash_ids=(7, 8, 100 + i)) for i in range(5))
     results = simulate(plan(), Demand(trace=trace))
     assert results.cached_tokens == 4 * 1024
-    again = simulate(plan(), Demand(trace=trace, count=10))
+    again = simulate(plan(), Demand(trace=trace, num_requests=10))
     assert again.cached_tokens == 2 * 4 * 1024, "a repetition stands for other people"
 
 
@@ -157,13 +164,13 @@ def test_a_machine_whose_memory_is_the_hosts_gives_swap_space_from_it() -> None:
 
 
 def test_requests_with_a_shared_prefix_find_it() -> None:
-    demand = Demand(count=20, rate=5.0, input_len="20", output_len="2", prefix_len="160", num_prefixes=2)
+    demand = Demand(num_requests=20, request_rate=5.0, input_len="20", output_len="2", prefix_len="160", num_prefixes=2)
     results = simulate(plan(), demand)
     assert results.cached_tokens == 18 * 160
 
 
 def test_a_closed_loop_has_no_more_in_flight_than_users() -> None:
-    results = simulate(plan(), Demand(count=50, users=4, think_s=0.05, output_len="8"))
+    results = simulate(plan(), Demand(num_requests=50, concurrency=4, think_time=0.05, output_len="8"))
     assert results.completed == 50
     assert results.peak_running <= 4
     assert results.mean_running < 4
@@ -177,7 +184,7 @@ def test_a_trace_comes_faster_when_its_rate_is_scaled() -> None:
 
 def test_tenants_with_twice_the_weight_are_served_sooner() -> None:
     tenants = Tenants.parse("gold:4,basic:1")
-    demand = Demand(count=120, rate=200.0, output_len="40", tenants=tenants)
+    demand = Demand(num_requests=120, request_rate=200.0, output_len="40", tenants=tenants)
     results = simulate(plan(scheduling_policy="vtc", max_num_seqs=4), demand)
     gold, basic = results.tenants["gold"], results.tenants["basic"]
     assert gold.requests + basic.requests == 120
@@ -189,7 +196,7 @@ def test_a_request_that_can_never_be_served_is_counted_and_the_rest_goes_on() ->
     results = simulate(plan(num_blocks=33), Demand(trace=trace))
     assert (results.refused, results.completed) == (1, 2)
     assert num_refused(plan(num_blocks=33), Demand(trace=trace)) == 1
-    assert num_refused(plan(num_blocks=33), Demand(trace=trace, count=9)) == 3
+    assert num_refused(plan(num_blocks=33), Demand(trace=trace, num_requests=9)) == 3
     assert num_refused(plan(), Demand(trace=trace)) == 0
 
 
@@ -209,7 +216,7 @@ def test_a_request_over_the_models_length_is_cut_and_counted() -> None:
 
 
 def test_the_largest_rate_keeps_the_targets_and_a_little_more_does_not() -> None:
-    demand = Demand(count=60, rate=20.0, input_len="20", output_len="20")
+    demand = Demand(num_requests=60, request_rate=20.0, input_len="20", output_len="20")
     targets = Targets(ttft_ms=200.0)
     found = find_rate(plan(max_num_seqs=8), demand, targets)
     assert found is not None
@@ -222,9 +229,9 @@ def test_the_largest_rate_keeps_the_targets_and_a_little_more_does_not() -> None
 def test_the_largest_rate_of_a_trace_is_that_of_the_requests_which_are_simulated() -> None:
     trace = tuple(TraceRequest(at, 20, 20) for at in (*map(float, range(40)), *(39 + i / 100 for i in range(1, 41))))
     assert Demand(trace=trace).mean_rate == pytest.approx(79 / 39.4)
-    assert Demand(trace=trace, count=40, rate_scale=3.0).mean_rate == pytest.approx(3.0)
-    assert Demand(trace=trace, count=120).mean_rate == pytest.approx(119 / (39.4 * 80 / 79 + 39))
-    demand, server = Demand(trace=trace, count=40), plan(max_num_seqs=2)
+    assert Demand(trace=trace, num_requests=40, rate_scale=3.0).mean_rate == pytest.approx(3.0)
+    assert Demand(trace=trace, num_requests=120).mean_rate == pytest.approx(119 / (39.4 * 80 / 79 + 39))
+    demand, server = Demand(trace=trace, num_requests=40), plan(max_num_seqs=2)
     found = find_rate(server, demand, Targets(ttft_ms=200.0))
     assert found is not None
     *_, last = arrivals_of(demand.at_rate(found.value))
@@ -242,18 +249,18 @@ def test_requests_of_a_trace_that_all_come_at_once_are_spread_to_find_a_rate() -
 
 
 def test_too_few_requests_to_find_a_largest_rate_are_said_to_be() -> None:
-    found = find_rate(plan(), Demand(count=4, rate=20.0, output_len="4"), Targets(ttft_ms=60_000.0))
+    found = find_rate(plan(), Demand(num_requests=4, request_rate=20.0, output_len="4"), Targets(ttft_ms=60_000.0))
     assert found is not None
     assert (found.value, found.missed_at, found.results.completed) == (math.inf, None, 4)
 
 
 def test_a_target_that_even_one_request_misses_is_said_to_be_out_of_reach() -> None:
-    assert find_rate(plan(), Demand(count=2, rate=1.0, output_len="2"), Targets(ttft_ms=0.001)) is None
-    assert find_replicas(plan(), Demand(count=3, rate=1.0), Targets(ttft_ms=0.001)) is None
+    assert find_rate(plan(), Demand(num_requests=2, request_rate=1.0, output_len="2"), Targets(ttft_ms=0.001)) is None
+    assert find_replicas(plan(), Demand(num_requests=3, request_rate=1.0), Targets(ttft_ms=0.001)) is None
 
 
 def test_replicas_are_the_fewest_that_keep_the_targets() -> None:
-    demand = Demand(count=120, rate=80.0, input_len="20", output_len="20")
+    demand = Demand(num_requests=120, request_rate=80.0, input_len="20", output_len="20")
     server, targets = plan(max_num_seqs=4), Targets(ttft_ms=200.0)
     answer = find_replicas(server, demand, targets)
     assert answer is not None
@@ -287,30 +294,30 @@ def test_a_replica_for_each_request_is_tried_before_no_number_is_said_to_suffice
 def test_a_run_of_one_of_several_replicas_is_not_stopped_while_it_can_meet_the_targets() -> None:
     trace = tuple(TraceRequest(0.0, 10, 1500) for _ in range(3))
     targets = Targets(ttft_ms=1000.0, percentile=50.0)
-    results = simulate(plan(max_num_seqs=1), Demand(trace=trace, replicas=2), targets)
+    results = simulate(plan(max_num_seqs=1), Demand(trace=trace, turns=2), targets)
     assert (results.completed, targets.met(results)) == (2, True), "one of two is in time"
 
 
 def test_a_larger_cache_preempts_less_and_smaller_elements_hold_more() -> None:
-    demand = Demand(count=40, input_len="200", output_len="60")
+    demand = Demand(num_requests=40, input_len="200", output_len="60")
     by_size = {
         changes["num_blocks"]: simulate(each, demand).preemptions
         for changes, each in variants(plan(), [("num_blocks", [65, 1025])])
     }
     assert by_size[65] > by_size[1025] == 0
     sized = plan(num_blocks=None, kv_cache_memory="1GiB")
-    half = sized.replace(kv_bits=8.0)
+    half = sized.replace(kv_cache_dtype="fp8")
     assert half.num_blocks == pytest.approx(2 * sized.num_blocks, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("demand", "message"),
     [
-        ({"count": 0}, "num_requests must be at least 1, got 0"),
-        ({"users": 0}, "concurrency must be at least 1"),
+        ({"num_requests": 0}, "num_requests must be at least 1, got 0"),
+        ({"concurrency": 0}, "concurrency must be at least 1"),
         ({"rate_scale": 0.0}, "rate_scale must be above 0"),
-        ({"users": 3, "rate": 2.0}, "a closed loop"),
-        ({"think_s": -1.0}, "think_time must be 0 or more"),
+        ({"concurrency": 3, "request_rate": 2.0}, "a closed loop"),
+        ({"think_time": -1.0}, "think_time must be at least 0"),
     ],
 )
 def test_traffic_that_makes_no_sense_is_refused(demand: dict[str, Any], message: str) -> None:
@@ -325,7 +332,7 @@ def test_tenants_that_cannot_be_read_are_named(text: str) -> None:
 
 
 def test_swapping_is_simulated_where_there_is_a_host_to_swap_to() -> None:
-    demand = Demand(count=40, input_len="200", output_len="60")
+    demand = Demand(num_requests=40, input_len="200", output_len="60")
     results = simulate(plan(num_blocks=65, swap_space="4GiB", preemption_mode="swap"), demand)
     assert results.preemptions > 0
     assert results.moved_blocks > 0
@@ -353,7 +360,7 @@ def test_a_simulation_leaves_no_request_to_the_garbage_collector() -> None:
     gc.collect()
     gc.disable()
     try:
-        simulate(plan(), Demand(count=20, rate=20.0, output_len="8"))
+        simulate(plan(), Demand(num_requests=20, request_rate=20.0, output_len="8"))
         left = num_requests()  # where the scheduler's tests are loaded, they remember every request
         gc.collect()
         assert num_requests() == left
@@ -369,7 +376,7 @@ def estimated(model: str, max_model_len: int = 32768) -> Plan:
 def test_long_contexts_take_less_time_with_windows_and_short_ones_do_not() -> None:
     # The same architecture; v0.1 has windows of 4,096 tokens.
     for prompt, is_less in (("3000", False), ("20000", True)):
-        demand = Demand(count=2, users=1, input_len=prompt, output_len="50")
+        demand = Demand(num_requests=2, concurrency=1, input_len=prompt, output_len="50")
         windowed, full = (simulate(estimated(f"mistral-7b-v0.{n}"), demand) for n in (1, 2))
         assert (windowed.itl.percentile(50) < full.itl.percentile(50)) == is_less
         assert (windowed.ttft.percentile(50) < full.ttft.percentile(50)) == is_less
@@ -401,7 +408,7 @@ def test_nothing_is_taken_off_measured_times_or_where_no_context_exceeds_the_win
 
 @pytest.mark.parametrize("mode", ["sinks", "bounded", "sparse_read"])
 def test_a_budget_bounds_what_requests_keep_and_read(mode: str) -> None:
-    demand = Demand(count=4, users=4, input_len="500", output_len="1500")
+    demand = Demand(num_requests=4, concurrency=4, input_len="500", output_len="1500")
     times = StepTimes(STEP, (), per_context_token=1e-6)
     dense = plan(max_model_len=4096).replace(speed=Speed("made up", MEASURED, times))
     budget = {"mode": mode, "tokens": 256}

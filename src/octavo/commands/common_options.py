@@ -6,7 +6,6 @@ import argparse
 from typing import Literal
 
 from octavo.config import MOST_THREADS
-from octavo.units import parse_count
 
 INPUT_LEN, OUTPUT_LEN = "64", "128"
 
@@ -60,14 +59,6 @@ def add_window_options(group: argparse._ActionsContainer, windows: int | str, wi
     for name, default, of in (("--windows", windows, "pieces of text"), ("--window", window, "tokens of each piece")):
         value = default if isinstance(default, int) else None
         group.add_argument(name, type=positive, default=value, metavar="N", help=f"{of} (default: {default})")
-
-
-def integer(text: str) -> int:
-    """Parse an integer, which may be written as 4k; an argparse type."""
-    try:
-        return parse_count(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be an integer, or one such as 4k, got {text!r}") from None
 
 
 def positive(text: str) -> int:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.commands.common_options import add_json_option
-from octavo.commands.options import add_engine_options, engine_options
-from octavo.commands.simulate_options import (
-    add_questions,
-    add_speed,
-    add_traffic,
-    make_demand,
-    make_plan,
-    refuse_questions_without_effect,
-)
-from octavo.planner.roofline import MACHINES
+from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.planner.roofline import MACHINES, find_machine
+from octavo.simulator.options import Demand, FleetOptions, Questions, SpeedOptions, check_question
 from octavo.workloads import report
+
+if TYPE_CHECKING:
+    from octavo.simulator.setup import Plan
 
 DESCRIPTION = """\
 Run the scheduler and the cache of `octavo serve` on a virtual clock, under any traffic, and report time to first token,
@@ -30,9 +29,11 @@ sheet (--machine). Engine options mean what they mean to `octavo serve`. See doc
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser, "tables")
-    add_speed(parser.add_argument_group("how fast the server is (one of --speed, --plans, --machine)"))
-    add_traffic(parser.add_argument_group("traffic"))
-    add_questions(parser.add_argument_group("questions"))
+    parser.add_argument(
+        "--list-machines", action="store_true", help="print the machines with their figures and sources, and exit"
+    )
+    for options in (SpeedOptions, FleetOptions, Demand, Questions):
+        add_options(parser, options)
     add_engine_options(parser, positional_model=True)
 
 
@@ -44,15 +45,17 @@ def run(args: argparse.Namespace) -> int:
     if args.list_machines:
         print("\n".join(_machines()))
         return 0
-    if args.plot:
-        require_plot(args.plot)
+    demand, asked = Demand(**given_options(args, Demand)), Questions(**given_options(args, Questions))
+    if asked.plot:
+        require_plot(asked.plot)
     options = engine_options(args)
-    plan, demand = make_plan(args, options), make_demand(args)
-    plans = checked_variants(plan, args.sweep)
-    find = "rate" if args.find_rate else "replicas" if args.find_replicas else None
-    study = Study(demand, args.ttft_slo_ms, args.slo_percentile, find, args.rates, args.price_per_hour)
+    plan = _plan(args, options)
+    plans = checked_variants(plan, asked.sweep)
+    study = Study(demand, asked)
     targets = study.targets(plan)
-    refuse_questions_without_effect(args, any(study.targets(each).given for _, each in plans))
+    check_question(asked, demand, has_targets=any(study.targets(each).given for _, each in plans))
+    if asked.find_replicas and plan.fleet.replicas > 1:
+        raise ConfigError("give --find-replicas or --replicas, not both")
     points = list(study.points(plans))
     speed = plan.effective_speed
     result: dict[str, Any] = {
@@ -60,17 +63,55 @@ def run(args: argparse.Namespace) -> int:
         "speed": {"kind": speed.kind, "origin": speed.origin},
         "options": options,
         "max_model_len": plan.max_model_len,
-        "traffic": {
-            "trace": args.trace,
-            **{n: getattr(demand, n) for n in demand.__slots__ if n not in ("trace", "tenants")},
-        },
+        "traffic": given_options(args, Demand),
         "targets": asdict(targets) if targets.given else None,
         "points": points,
     }
     print(report.as_json_line(result) if args.json else "\n".join(_tables(result)))
-    if args.plot:
-        draw(result, args.plot)
+    if asked.plot:
+        draw(result, asked.plot)
     return 0
+
+
+def _plan(args: argparse.Namespace, options: dict[str, Any]) -> Plan:
+    """Return the server to simulate; to `options`, those of the engine, are added the ones of a measured server."""
+    from octavo.planner.sources import find_shape
+    from octavo.scheduler.plan_log import read_plans
+    from octavo.simulator.acceptance import outputs_of
+    from octavo.simulator.setup import Plan
+    from octavo.simulator.speed import Speed, speed_of_plans
+
+    source, fleet = SpeedOptions(**given_options(args, SpeedOptions)), given_options(args, FleetOptions)
+    wants_drafts = options.get("speculative_config") is not None
+    if source.drafts and not wants_drafts:
+        raise ConfigError("--drafts gives the acceptance of drafts, but no --speculative-config is given")
+    recorded = [source.drafts] if source.drafts else source.plans
+    drafts = [output for path in recorded for output in outputs_of(read_plans(path))] if wants_drafts else []
+    speed = Speed.read(source.speed) if source.speed else speed_of_plans(source.plans) if source.plans else None
+    if speed is not None and "num_devices" in fleet:
+        raise ConfigError("--num-devices needs --machine: a measured speed is that of one server")
+    measured = {} if speed is None else speed.facts
+    for name in ("model", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+        if name in measured:
+            options.setdefault(name, measured[name])
+    config = EngineConfig.from_options(options)
+    plan = Plan(
+        find_shape(config.model),
+        config,
+        speed,
+        find_machine(source.machine) if source.machine else None,
+        FleetOptions(**fleet),
+        tuple(drafts),
+    )
+    if (
+        "router" in fleet
+        and plan.fleet.replicas == 1
+        and not any("replicas" in each for each in getattr(args, "sweep", ()))
+    ):
+        raise ConfigError("--router needs --replicas")
+    if measured.get("model", config.model) != config.model:
+        print(f"note: the speed is that of {measured['model']}, not of {config.model}", file=sys.stderr)
+    return plan
 
 
 def _tables(result: Mapping[str, Any]) -> Iterator[str]:

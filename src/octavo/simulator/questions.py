@@ -10,21 +10,11 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.simulator.fleet import Fleet
+from octavo.simulator.options import Demand
 from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Simulation
-from octavo.simulator.traffic import (
-    ClosedTraffic,
-    OpenTraffic,
-    Shape,
-    Tenants,
-    Traffic,
-    clip,
-    drawn_shapes,
-    trace_shapes,
-)
-from octavo.workloads.traces import TraceRequest
-from octavo.workloads.workload import Lengths, arrival_times
+from octavo.simulator.traffic import clip
 
 Simulate = Callable[[float], Results]
 
@@ -33,107 +23,6 @@ _CLOSE_ENOUGH = 1.03
 _ENOUGH = 10
 _MOST_TRIES = 40
 _PATIENCE_MS = 10_000.0
-_ANYBODY = Tenants()
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """A description of the traffic to simulate; `traffic()` generates the same requests every time.
-
-    Attributes:
-        count: number of requests; by default the length of the trace, or 1,000.
-        rate: requests per second; by default the arrival times of the trace, or all requests at once.
-        rate_scale: factor on the rate of the trace.
-        users: number of users of a closed loop, who think for `think_s` seconds on average.
-        replica, replicas: keep every `replicas`-th request, starting with number `replica`: the traffic of one of
-            several servers that take turns.
-    """
-
-    trace: tuple[TraceRequest, ...] = ()
-    count: int | None = None
-    rate: float | None = None
-    rate_scale: float = 1.0
-    burstiness: float = 1.0
-    users: int | None = None
-    think_s: float = 0.0
-    input_len: str = "64"
-    output_len: str = "128"
-    prefix_len: str | None = None
-    num_prefixes: int = 1
-    scale_lengths: float = 1.0
-    tenants: Tenants = _ANYBODY
-    seed: int = 0
-    replica: int = 0
-    replicas: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("num_requests", self.count),
-            ("concurrency", self.users),
-            ("num_prefixes", self.num_prefixes),
-            ("replicas", self.replicas),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if not 0 < self.rate_scale < math.inf:
-            raise ConfigError(f"rate_scale must be above 0, got {self.rate_scale:g}")
-        if not 0 <= self.think_s < math.inf:
-            raise ConfigError(f"think_time must be 0 or more, got {self.think_s:g}")
-        if self.users is not None and (self.rate is not None or self.rate_scale != 1):
-            raise ConfigError(
-                "a closed loop (--concurrency) has no rate: each user sends a request after the last answer"
-            )
-
-    @property
-    def num_requests(self) -> int:
-        return self.count if self.count is not None else len(self.trace) or 1000
-
-    @property
-    def follows_trace(self) -> bool:
-        """Whether requests arrive at the times of the trace."""
-        timed = bool(self.trace) and all(request.arrival_s is not None for request in self.trace)
-        return timed and self.rate is None and self.users is None
-
-    @property
-    def mean_rate(self) -> float:
-        """Requests per second of those that are simulated; infinite if all arrive at once."""
-        if not self.follows_trace:
-            return math.inf if self.rate is None else self.rate
-        # A part of a trace may be slower or faster than the whole.
-        last = next(itertools.islice(self.shapes(), self.num_requests - 1, None)).arrival_s
-        return self.rate_scale * (self.num_requests - 1) / last if last else math.inf
-
-    def at_rate(self, rate: float) -> Demand:
-        """Return the same requests at another mean rate: with a trace's times, all are scaled."""
-        if self.follows_trace and math.isfinite(mean := self.mean_rate):
-            return replace(self, rate_scale=self.rate_scale * rate / mean)
-        return replace(self, rate=rate)
-
-    def shapes(self) -> Iterator[Shape]:
-        """Return an endless stream of requests, without arrival times."""
-        if self.trace:
-            return trace_shapes(self.trace, self.tenants, scale_lengths=self.scale_lengths, seed=self.seed)
-        return drawn_shapes(
-            Lengths.parse(self.input_len),
-            Lengths.parse(self.output_len),
-            self.tenants,
-            prefix_lens=None if self.prefix_len is None else Lengths.parse(self.prefix_len),
-            num_prefixes=self.num_prefixes,
-            seed=self.seed,
-        )
-
-    def traffic(self) -> Traffic:
-        """Return the requests with their arrival times."""
-        count, shapes = self.num_requests, self.shapes()
-        if self.users is not None:
-            return ClosedTraffic(shapes, self.users, count, self.think_s, self.seed)
-        timed: Iterator[tuple[float, Shape]]
-        if self.follows_trace:
-            timed = (((shape.arrival_s or 0.0) / self.rate_scale, shape) for shape in itertools.islice(shapes, count))
-        else:
-            rate = math.inf if self.rate is None else self.rate
-            timed = zip(arrival_times(count, rate, self.burstiness, self.seed), shapes, strict=False)
-        return OpenTraffic(itertools.islice(timed, self.replica, None, self.replicas))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +81,12 @@ class Targets:
 
 def simulate(plan: Plan, demand: Demand, targets: Targets | None = None) -> Results:
     """Run one simulation; with `targets`, stop it as soon as it can no longer meet them."""
-    give_up = None if targets is None else targets.gives_up(-(-demand.num_requests // demand.replicas))
-    if plan.replicas == 1:
-        return Simulation(plan.server(), demand.traffic(), demand.tenants, give_up).run()
-    return Fleet(plan.servers(), demand.traffic(), plan.router, demand.tenants, give_up, plan.prefill_replicas).run()
+    give_up = None if targets is None else targets.gives_up(-(-demand.total // demand.turns))
+    if plan.fleet.replicas == 1:
+        return Simulation(plan.server(), demand.traffic(), demand.sent_by, give_up).run()
+    return Fleet(
+        plan.servers(), demand.traffic(), plan.fleet.router, demand.sent_by, give_up, plan.fleet.prefill_replicas
+    ).run()
 
 
 def too_short(results: Results, *, met: bool = False) -> str | None:
@@ -219,7 +110,7 @@ def num_refused(plan: Plan, demand: Demand) -> int:
     longest = plan.server().scheduler.tenants.max_sequence_tokens()
     if longest >= plan.max_model_len:
         return 0
-    shapes = (clip(shape, plan.max_model_len) for shape in itertools.islice(demand.shapes(), demand.num_requests))
+    shapes = (clip(shape, plan.max_model_len) for shape in itertools.islice(demand.shapes(), demand.total))
     return sum(shape.prompt_tokens + shape.output_tokens > longest for shape in shapes)
 
 
@@ -277,7 +168,7 @@ def find_rate(plan: Plan, demand: Demand, targets: Targets) -> LargestValue | No
     def simulate_at(rate: float) -> Results:
         return simulate(plan, demand.at_rate(rate), targets)
 
-    at_once = simulate(plan, replace(demand, rate=math.inf), targets)
+    at_once = simulate(plan, replace(demand, request_rate=math.inf), targets)
     if targets.met(at_once):
         return LargestValue(math.inf, at_once, None)
     start = demand.mean_rate
@@ -304,9 +195,9 @@ def find_replicas(plan: Plan, demand: Demand, targets: Targets, most: int = 1 <<
         return None
 
     def with_replicas(count: int) -> Results:
-        return simulate(plan, replace(demand, replicas=count), targets)
+        return simulate(plan, replace(demand, turns=count), targets)
 
-    most = min(most, demand.num_requests)
+    most = min(most, demand.total)
     too_few, count = 0, 1
     while not targets.met(results := with_replicas(count)):
         if count == most:
@@ -324,7 +215,7 @@ def find_replicas(plan: Plan, demand: Demand, targets: Targets, most: int = 1 <<
 def _check_search(demand: Demand, targets: Targets) -> None:
     if not targets.given:
         raise ConfigError("give a latency target: --ttft-slo-ms, --itl-slo-ms or both")
-    if demand.users is not None:
+    if demand.concurrency is not None:
         raise ConfigError("a closed loop (--concurrency) slows down with its server: it has no largest rate")
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kvcache.formats import layer_formats
 from octavo.kvcache.spec import KVCacheSpec
+from octavo.option import options_of
 from octavo.planner.calculator import DTYPE_BYTES, PoolSize, weight_bytes
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide
@@ -21,9 +20,9 @@ from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, make_s
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.waiting import Fetching
 from octavo.simulator.acceptance import Output, RecordedDrafts
-from octavo.simulator.fleet import ROUTERS
 from octavo.simulator.leaps import Leaps
 from octavo.simulator.links import LinkedMemory, NeighbourStore
+from octavo.simulator.options import FleetOptions
 from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
 from octavo.tiers.lower import LowerTiers
@@ -35,20 +34,14 @@ _RESTORED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WithBits(Sizing):
-    """A sizing whose keys and values take `bits_ratio` times the bytes of `kv_dtype`."""
+class _SimulatedSizing(Sizing):
+    """A sizing for a machine that may not be this one."""
 
-    bits_ratio: float
     machine: Machine | None
 
     @property
     def on_gpu(self) -> bool:
         return self.machine is not None and not self.machine.on_cpu  # what was measured may have been a CPU
-
-    @property
-    def spec(self) -> KVCacheSpec:
-        spec = super().spec
-        return dataclasses.replace(spec, block_bytes=max(1, round(spec.block_bytes * self.bits_ratio)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +50,6 @@ class Plan:
 
     Attributes:
         speed: the measured speed; None to estimate it from `machine`.
-        kv_bits: bits per element of keys and values, scales included; None for those of `kv_cache_dtype`.
-        num_devices: number of `machine`s that share the model by tensor parallelism.
-        slowdown: factor on all step times.
-        replicas: number of such servers behind a router.
-        router: how it divides the requests (`fleet.ROUTERS`).
-        link_gbit: bandwidth of each server's network in Gbit/s, over which it fetches blocks; None without neighbours.
-        prefill_replicas: number of them that only compute long prompts, whose answers come from the others.
         drafts: of recorded outputs, if the server speculates (`acceptance.py`).
     """
 
@@ -71,30 +57,12 @@ class Plan:
     config: EngineConfig
     speed: Speed | None = None
     machine: Machine | None = None
-    kv_bits: float | None = None
-    num_devices: int = 1
-    slowdown: float = 1.0
-    replicas: int = 1
-    router: str = "prefix"
-    link_gbit: float | None = None
-    prefill_replicas: int = 0
+    fleet: FleetOptions = field(default_factory=FleetOptions)
     drafts: tuple[Output, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ConfigError(f"replicas must be at least 1, got {self.replicas}")
-        if self.router not in ROUTERS:
-            raise ConfigError(f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}")
-        if self.link_gbit is not None and not 0 < self.link_gbit < math.inf:
-            raise ConfigError(f"link_gbit must be above 0, got {self.link_gbit:g}")
-        if self.link_gbit is not None and (not self.config.kv_host_memory or self.config.kv_demotion != "all"):
+        if self.fleet.link_gbit is not None and (not self.config.kv_host_memory or self.config.kv_demotion != "all"):
             raise ConfigError("link_gbit needs --kv-host-memory and --kv-demotion all: servers lend what is there")
-        if not 0 <= self.prefill_replicas < self.replicas:
-            raise ConfigError(
-                f"prefill_replicas must leave some of the {self.replicas} replicas, got {self.prefill_replicas}"
-            )
-        if self.prefill_replicas and (self.link_gbit is None or self.router != "prefix"):
-            raise ConfigError("prefill_replicas needs a link (--link-gbit) and --router prefix")
         if (self.speed is None) == (self.machine is None):
             raise ConfigError("give either a measured speed (--speed, --plans) or a machine to estimate (--machine)")
         if self.config.has_stores:
@@ -104,22 +72,19 @@ class Plan:
                 "speculative_config needs a recording of a server that verifies drafts, from which their acceptance is "
                 "taken: --plans or --drafts FILE (`octavo serve --speculative-config … --record-plans FILE` writes it)"
             )
-        if self.kv_bits is not None and not 0 < self.kv_bits <= 32:
-            raise ConfigError(f"kv_bits must be above 0 and at most 32, got {self.kv_bits:g}")
-        if not 0 < self.slowdown < math.inf:
-            raise ConfigError(f"slowdown must be above 0, got {self.slowdown:g}")
         _ = self.sizing  # it checks max_model_len
 
     def replace(self, **changes: Any) -> Plan:
-        """Return a copy with other values for fields of this class or of the engine's configuration."""
-        own = {name: value for name, value in changes.items() if name in _OWN}
-        config = self.config.replace(**{name: value for name, value in changes.items() if name not in _OWN})
-        return dataclasses.replace(self, config=config, **own)
+        """Return a copy with other values for fields of this class, its `fleet`, or the engine's configuration."""
+        own = {name: changes.pop(name) for name in changes.keys() & _OWN}
+        fleet = {name: changes.pop(name) for name in changes.keys() & options_of(FleetOptions).keys()}
+        config, fleet_options = self.config.replace(**changes), dataclasses.replace(self.fleet, **fleet)
+        return dataclasses.replace(self, config=config, fleet=fleet_options, **own)
 
     @property
     def part(self) -> ModelShape:
         """The part of the model that one device holds."""
-        return divide(self.shape, self.num_devices)
+        return divide(self.shape, self.fleet.num_devices)
 
     @property
     def max_model_len(self) -> int:
@@ -143,12 +108,11 @@ class Plan:
         """The division of one device's memory; without a machine, all of it is there."""
         machine, config = self.machine, self.config
         on_cpu = machine is not None and machine.on_cpu
-        return _WithBits(
+        return _SimulatedSizing(
             config=config.replace(max_model_len=self.max_model_len),
             shape=self.part,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
-            bits_ratio=self._bits_ratio,
             machine=machine,
             available=_UNLIMITED if machine is None else int(machine.memory * config.gpu_memory_utilization),
             cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
@@ -158,15 +122,8 @@ class Plan:
 
     @property
     def spec(self) -> KVCacheSpec:
-        """The KV cache of one device, with blocks sized by `kv_bits` if given."""
+        """The KV cache of one device."""
         return self.sizing.spec
-
-    @property
-    def _bits_ratio(self) -> float:
-        """Ratio of the bytes of keys and values to those in `kv_dtype`."""
-        formats = layer_formats(self.kv_dtype, len(self.shape.kv_layers))
-        bits = sum(format.keys.bits + format.values.bits for format in formats) / (2 * len(formats))
-        return 1.0 if self.kv_bits is None else self.kv_bits / bits
 
     @property
     def num_blocks(self) -> int:
@@ -186,36 +143,32 @@ class Plan:
     def effective_speed(self) -> Speed:
         """The speed, adjusted to the size of this plan's keys and values, and slowed down."""
         speed = self._speed
-        if self.slowdown == 1:
+        if (factor := self.fleet.slowdown) == 1:
             return speed
-        origin = f"{speed.origin}; each step taken to last {self.slowdown:g} times as long"
-        return dataclasses.replace(speed, origin=origin, times=speed.times.slowed(self.slowdown))
+        origin = f"{speed.origin}; each step taken to last {factor:g} times as long"
+        return dataclasses.replace(speed, origin=origin, times=speed.times.slowed(factor))
 
     @property
     def _speed(self) -> Speed:
         if self.speed is None:
             assert self.machine is not None
-            devices = f"{self.num_devices} × " if self.num_devices > 1 else ""
+            count = self.fleet.num_devices
+            devices = f"{count} × " if count > 1 else ""
             weights = weight_bytes(self.part, self.dtype, tied_head_copied=False)
-            times = roofline(self.part, self._plain_spec, self.machine, weights, self.num_devices)
-            times = times.with_kv_bytes(self._bits_ratio)
             return Speed(
                 f"ESTIMATED by a roofline of {devices}{self.machine.name}, not measured: {self.machine.source}",
                 ESTIMATED,
-                times,
+                roofline(self.part, self.spec, self.machine, weights, count),
             )
-        measured = self._facts.get("bytes_per_token")
-        ratio = self._plain_spec.bytes_per_token * self._bits_ratio / measured if measured else self._bits_ratio
-        return dataclasses.replace(self.speed, times=self.speed.times.with_kv_bytes(ratio))
-
-    @property
-    def _plain_spec(self) -> KVCacheSpec:
-        return dataclasses.replace(self, kv_bits=None).spec
+        if not (measured := self._facts.get("bytes_per_token")):
+            return self.speed
+        times = self.speed.times.with_kv_bytes(self.spec.bytes_per_token / measured)
+        return dataclasses.replace(self.speed, times=times)
 
     def servers(self) -> list[SimulatedServer]:
         """Build all replicas, each with its own draws of how single steps scatter."""
         neighbours: dict[str, LinkedMemory] = {}
-        return [self.server(place, neighbours) for place in range(self.replicas)]
+        return [self.server(place, neighbours) for place in range(self.fleet.replicas)]
 
     def server(self, seed: int = 0, neighbours: dict[str, LinkedMemory] | None = None) -> SimulatedServer:
         """Build a server with an empty cache.
@@ -253,9 +206,11 @@ class Plan:
             leaps = Leaps(kv, self.max_model_len, config.max_num_batched_tokens)
         computing = Preemption(per_token, per_block)
         store = tiers = None
-        if self.link_gbit is not None and neighbours is not None:
+        if self.fleet.link_gbit is not None and neighbours is not None:
             neighbours[str(seed)] = memory = LinkedMemory(neighbours)
-            store = NeighbourStore(memory, self.num_devices * spec.block_bytes, self.link_gbit * 1e9 / 8, clock)
+            store = NeighbourStore(
+                memory, self.fleet.num_devices * spec.block_bytes, self.fleet.link_gbit * 1e9 / 8, clock
+            )
             tiers = LowerTiers(kv.hierarchy.host, [store], lambda slot: memoryview(b""), store.block_bytes, clock)
         scheduler = assemble_scheduler(
             config,

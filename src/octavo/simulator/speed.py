@@ -118,7 +118,7 @@ def _check(speed: Speed) -> None:
 
 
 def speed_of_plans(
-    paths: list[str],
+    paths: Sequence[str],
     *,
     origin: str | None = None,
     since: float = 0.0,

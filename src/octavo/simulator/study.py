@@ -10,8 +10,8 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.option import options_of
+from octavo.simulator.options import Demand, FleetOptions, Questions
 from octavo.simulator.questions import (
-    Demand,
     Targets,
     find_rate,
     find_replicas,
@@ -22,64 +22,43 @@ from octavo.simulator.questions import (
 )
 from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
-from octavo.units import parse_count
 
 Variant = tuple[dict[str, Any], Plan]
 """The swept options' values, and the server with them."""
 
-_OWN_SWEEPS: Mapping[str, Any] = {
-    "kv_bits": float,
-    "num_devices": parse_count,
-    "slowdown": float,
-    "replicas": parse_count,
-    "router": str,
-    "link_gbit": float,
-    "prefill_replicas": parse_count,
-}
 _NUM_RATES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The question asked of each variant.
-
-    Attributes:
-        ttft_ms, percentile: of the targets; the other target is the variant's own `itl_slo_ms`.
-        find: "rate" or "replicas"; if None, the results are wanted.
-        rates: rates to simulate, such as "1,2,4" or "auto"; None for that of the demand.
-        price_per_hour: what one server costs.
-    """
+    """Questions about servers under one demand; the target for inter-token latency is each variant's `itl_slo_ms`."""
 
     demand: Demand
-    ttft_ms: float | None = None
-    percentile: float = 99.0
-    find: str | None = None
-    rates: str | None = None
-    price_per_hour: float | None = None
+    asked: Questions
 
     def targets(self, plan: Plan) -> Targets:
-        return Targets(self.ttft_ms, plan.config.itl_slo_ms, self.percentile)
+        return Targets(self.asked.ttft_slo_ms, plan.config.itl_slo_ms, self.asked.slo_percentile)
 
     def points(self, plans: Sequence[Variant]) -> Iterator[dict[str, Any]]:
         """Yield the results of each variant and rate, or the answer to the question for each variant, as JSON."""
         for changes, variant in plans:
             head = {"variant": changes, "num_blocks": variant.num_blocks}
             for point in self._points_of(variant):
-                yield head | point | _price(point, self.price_per_hour)
+                yield head | point | _price(point, self.asked.price_per_hour)
 
     def _points_of(self, plan: Plan) -> Iterator[dict[str, Any]]:
         demand, targets = self.demand, self.targets(plan)
-        if self.find == "rate":
+        if self.asked.find_rate:
             yield self._largest_rate(plan, targets)
-        elif self.find == "replicas":
+        elif self.asked.find_replicas:
             replicas = find_replicas(plan, demand, targets)
             figures = _refused(plan, demand) if replicas is None else replicas[1].report() | _note(replicas[1], targets)
             yield {"replicas": replicas and replicas[0]} | figures
         else:
-            for rate in [None] if self.rates is None else _rates(self.rates, plan, demand):
-                asked = demand if rate is None else replace(demand, rate=rate)
-                results = simulate(plan, asked)
-                steady = (rate is not None or targets.given) and math.isfinite(asked.mean_rate)
+            for rate in [None] if self.asked.rates is None else _rates(self.asked.rates, plan, demand):
+                at_rate = demand if rate is None else replace(demand, request_rate=rate)
+                results = simulate(plan, at_rate)
+                steady = (rate is not None or targets.given) and math.isfinite(at_rate.mean_rate)
                 note = _note(results, targets) if steady else {}
                 head = {} if rate is None else {"rate": rate}
                 yield head | _within(targets, results) | results.report() | note
@@ -127,16 +106,11 @@ def parse_sweep(text: str) -> tuple[str, list[Any]]:
     name = name.removeprefix("--").replace("-", "_")
     if not equals or not values:
         raise ConfigError(f"cannot read {text!r} as a sweep: write kv_cache_memory=1GiB,4GiB")
-    option = options_of(EngineConfig).get(name)
-    if name not in _OWN_SWEEPS and (option is None or option.internal):
-        raise ConfigError(f"--sweep {name}: no such engine option, nor one of {', '.join(_OWN_SWEEPS)}")
-    found = []
-    for value in values.split(","):
-        try:
-            found.append(_OWN_SWEEPS[name](value) if option is None else option.parse(value, f"--sweep {text}:"))
-        except ValueError as error:
-            raise error if isinstance(error, ConfigError) else ConfigError(f"--sweep {text}: {error}") from None
-    return name, found
+    of_fleet = options_of(FleetOptions)
+    option = of_fleet.get(name) or options_of(EngineConfig).get(name)
+    if option is None or option.internal:
+        raise ConfigError(f"--sweep {name}: no such engine option, nor one of {', '.join(of_fleet)}")
+    return name, [option.parse(value, f"--sweep {text}: {name}") for value in values.split(",")]
 
 
 def _note(results: Results, targets: Targets) -> dict[str, Any]:
@@ -147,7 +121,7 @@ def _note(results: Results, targets: Targets) -> dict[str, Any]:
 def _refused(plan: Plan, demand: Demand) -> dict[str, Any]:
     """Return the number of requests that do not fit, if these are why there is no answer."""
     refused = num_refused(plan, demand)
-    return {"requests": demand.num_requests, "refused": refused} if refused else {}
+    return {"requests": demand.total, "refused": refused} if refused else {}
 
 
 def _within(targets: Targets, results: Results) -> dict[str, Any]:
@@ -175,7 +149,7 @@ def _price(point: Mapping[str, Any], per_hour: float | None) -> dict[str, Any]:
 
 def _rates(text: str, plan: Plan, demand: Demand) -> list[float]:
     if text == "auto":
-        at_once = simulate(plan, replace(demand, rate=math.inf))
+        at_once = simulate(plan, replace(demand, request_rate=math.inf))
         most = at_once.per_second(at_once.completed)
         return [float(f"{most * part / _NUM_RATES:.3g}") for part in range(1, _NUM_RATES + 1)] if most else []
     try:
