@@ -4,6 +4,16 @@
 
 namespace octavo {
 
+int index_of(const std::string& name, const char* what, std::span<const char* const> names) {
+    std::string all;
+    for (const char* const& one : names) {
+        if (name == one) return static_cast<int>(&one - names.data());
+        all += (all.empty() ? "" : ", ") + std::string(one);
+    }
+    require(false, std::string(what) + " '" + name + "' is not one of " + all);
+    return 0;
+}
+
 Storage storage_of(const Tensor& tensor, const char* name) {
     if (tensor.dtype == DType::bf16) return kBf16;
     if (tensor.dtype == DType::f32) return kF32;
@@ -17,19 +27,8 @@ Matrix matrix(const Tensor& tensor, const char* name, DType dtype) {
     return {tensor.base, tensor.shape[0], tensor.shape[1], tensor.stride_bytes(0)};
 }
 
-void check_dense(const Tensor& tensor, const char* name, DType dtype, std::initializer_list<int64_t> shape) {
-    check_shape(tensor, name, shape);
-    check_dtype(tensor, name, dtype);
-    int64_t expected = 1;
-    for (int axis = tensor.ndim; axis-- > 0;) {
-        if (tensor.shape[axis] > 1) require(tensor.stride[axis] == expected, std::string(name) + " must be contiguous");
-        expected *= tensor.shape[axis];
-    }
-}
-
 int check_rotation(const Tensor& cos, const Tensor& sin, int key_dim) {
-    check_shape(cos, "cos", {-1, -1});
-    check_dense(cos, "cos", DType::f32, {cos.shape[0], cos.shape[1]});
+    check_dense(cos, "cos", DType::f32, {-1, -1});
     check_dense(sin, "sin", DType::f32, {cos.shape[0], cos.shape[1]});
     require(cos.shape[1] <= key_dim / 2, "cos has " + std::to_string(cos.shape[1]) + " frequencies, a head of " +
                                              std::to_string(key_dim) + " dimensions rotates at most half as many");
@@ -40,10 +39,7 @@ namespace {
 
 constexpr const char* kCodeNames[kNumCodes] = {"floats", "fp8_e4m3", "fp8_e5m2", "int8", "int4"};
 Code code_of(const std::string& name) {
-    for (int code = kCodePlain + 1; code < kNumCodes; ++code)
-        if (name == kCodeNames[code]) return static_cast<Code>(code);
-    require(false, "codec '" + name + "' is not one of fp8_e4m3, fp8_e5m2, int8, int4");
-    return kCodePlain;
+    return static_cast<Code>(1 + index_of(name, "codec", std::span(kCodeNames).subspan(1)));
 }
 bool is_fp8(Code code) { return code == kCodeE4m3 || code == kCodeE5m2; }
 
@@ -79,10 +75,7 @@ CodedSide coded_side(Code code, const SideArguments& arguments, const char* name
     require(fits && head_scales.is_null() != is_fp8(code), std::string(name) + " must have the fields of their codec");
     if (!scale.is_null()) add(0, scale, 2);
     if (!zero.is_null()) add(1, zero, 1);
-    if (is_fp8(code)) {
-        check_dense(head_scales, name, DType::f32, {kv.kv_heads});
-        side.head_scales = head_scales.data<float>();
-    }
+    if (is_fp8(code)) side.head_scales = dense<float>(head_scales, name, {kv.kv_heads});
     return side;
 }
 
@@ -152,23 +145,21 @@ void check_copies(const LayerKV& kv, const LayerKV& copies, int first_blocks, in
                 copies.value_dim == kv.value_dim && copies.block_size == kv.block_size,
             "copies must have the heads and the block size of their layer, and both must be coded");
     constexpr int kMost = 1 << 20;
-    require(int64_t{first_blocks} * kv.block_size <= std::numeric_limits<int>::max(),
-            std::to_string(first_blocks) + " first blocks of " + std::to_string(kv.block_size) +
-                " tokens are too many");
+    require(
+        int64_t{first_blocks} * kv.block_size <= std::numeric_limits<int>::max(),
+        std::to_string(first_blocks) + " first blocks of " + std::to_string(kv.block_size) + " tokens are too many");
     require(first_blocks >= 0 && first_blocks <= kMost && recent_blocks > 0 && recent_blocks <= kMost,
             "copies are of 0 to " + std::to_string(kMost) + " first blocks and 1 to " + std::to_string(kMost) +
                 " recent ones, got " + std::to_string(first_blocks) + " and " + std::to_string(recent_blocks));
 }
 
 void check_budgets(const Tensor& budgets, int64_t num_seqs, int sink_tokens) {
-    check_dense(budgets, "budgets", DType::i32, {num_seqs});
+    const int32_t* each = dense<int32_t>(budgets, "budgets", {num_seqs});
     require(sink_tokens > 0, "sink_tokens must be positive, got " + std::to_string(sink_tokens));
-    for (int64_t i = 0; i < num_seqs; ++i) {
-        const int budget = budgets.data<const int32_t>()[i];
-        require(budget == 0 || budget > sink_tokens, "a budget must be 0 for none, or more than the " +
-                                                         std::to_string(sink_tokens) + " sinks, got " +
-                                                         std::to_string(budget));
-    }
+    for (int64_t i = 0; i < num_seqs; ++i)
+        require(each[i] == 0 || each[i] > sink_tokens, "a budget must be 0 for none, or more than the " +
+                                                           std::to_string(sink_tokens) + " sinks, got " +
+                                                           std::to_string(each[i]));
 }
 
 SparseReads bounds_of(const LayerKV& kv, const Tensor& bounds) {
@@ -185,10 +176,10 @@ SparseReads bounds_of(const LayerKV& kv, const Tensor& bounds) {
 }
 
 void check_sparse(const Tensor& num_read, const Tensor& num_recent, int64_t num_layers, int64_t num_seqs) {
-    check_dense(num_read, "num_read", DType::i32, {num_layers, num_seqs});
-    check_dense(num_recent, "num_recent", DType::i32, {num_seqs});
+    const int32_t *reads = dense<int32_t>(num_read, "num_read", {num_layers, num_seqs}),
+                  *recents = dense<int32_t>(num_recent, "num_recent", {num_seqs});
     for (int64_t i = 0; i < num_layers * num_seqs; ++i) {
-        const int read = num_read.data<const int32_t>()[i], recent = num_recent.data<const int32_t>()[i % num_seqs];
+        const int read = reads[i], recent = recents[i % num_seqs];
         require(read == 0 || (recent > 0 && read > recent),
                 "a sequence reads all blocks (0), or more than its most recent ones, got " + std::to_string(read) +
                     " and " + std::to_string(recent));
@@ -197,12 +188,10 @@ void check_sparse(const Tensor& num_read, const Tensor& num_recent, int64_t num_
 
 void check_measured(const MassArguments& measured, int64_t num_groups, const Tensor& context_lens, int block_size) {
     const auto& [begins, mass] = measured;
-    check_dense(begins, "mass begins", DType::i64, {context_lens.shape[0]});
-    check_shape(mass, "mass", {num_groups, -1});
-    check_dense(mass, "mass", DType::i64, {num_groups, mass.shape[1]});
+    const int64_t* each = dense<int64_t>(begins, "mass begins", {context_lens.shape[0]});
+    check_dense(mass, "mass", DType::i64, {num_groups, -1});
     for (int64_t i = 0; i < context_lens.shape[0]; ++i) {
-        const int64_t begin = begins.data<const int64_t>()[i], context = context_lens.data<const int32_t>()[i];
-        const int64_t blocks = (context + block_size - 1) / block_size;
+        const int64_t begin = each[i], blocks = (context_lens.data<int32_t>()[i] + block_size - 1) / block_size;
         require(begin >= -1 && (begin < 0 || begin <= mass.shape[1] - blocks),
                 "mass has room for " + std::to_string(mass.shape[1]) + " blocks, but sequence " + std::to_string(i) +
                     " has " + std::to_string(blocks) + " from " + std::to_string(begin));
@@ -210,12 +199,10 @@ void check_measured(const MassArguments& measured, int64_t num_groups, const Ten
 }
 
 void check_completed(const Tensor& completed, int64_t num_blocks) {
-    check_dense(completed, "completed", DType::i32, {completed.shape[0]});
-    for (int64_t i = 0; i < completed.shape[0]; ++i) {
-        const int32_t block = completed.data<const int32_t>()[i];
-        require(block >= 0 && block < num_blocks,
-                "completed names block " + std::to_string(block) + " of " + std::to_string(num_blocks));
-    }
+    const int32_t* blocks = dense<int32_t>(completed, "completed", {-1});
+    for (int64_t i = 0; i < completed.shape[0]; ++i)
+        require(blocks[i] >= 0 && blocks[i] < num_blocks,
+                "completed names block " + std::to_string(blocks[i]) + " of " + std::to_string(num_blocks));
 }
 
 NormWeights norm_weights(const Tensor& weight, const Tensor& bias, float eps, bool centred, const char* name,
@@ -229,18 +216,14 @@ NormWeights norm_weights(const Tensor& weight, const Tensor& bias, float eps, bo
     norm.eps = eps;
     if (!bias.is_null()) {
         require(centred, std::string(name) + " may have a bias only if it is centred");
-        check_dense(bias, name, DType::f32, {width});
-        norm.bias = bias.data<float>();
+        norm.bias = dense<float>(bias, name, {width});
     }
     return norm;
 }
 
 Activation activation_of(const std::string& name) {
-    const char* names[kNumActivations] = {"silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"};
-    for (int activation = 0; activation < kNumActivations; ++activation)
-        if (name == names[activation]) return static_cast<Activation>(activation);
-    require(false, "activation '" + name + "' is not one of silu, gelu_pytorch_tanh, gelu, relu, relu2");
-    return kSilu;
+    constexpr const char* kNames[kNumActivations] = {"silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"};
+    return static_cast<Activation>(index_of(name, "activation", kNames));
 }
 
 Epilogue epilogue_of(const std::string& activation) {
@@ -257,6 +240,12 @@ void check_range(const int64_t* x, int64_t count, int64_t end, const char* name,
         if (x[i] < begin || x[i] >= end)
             require(false, std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(x[i]) +
                                ", must be in [" + std::to_string(begin) + ", " + std::to_string(end) + ")");
+}
+
+const int64_t* indices(const Tensor& tensor, const char* name, int64_t count, int64_t end, int64_t begin) {
+    const int64_t* each = dense<int64_t>(tensor, name, {count});
+    check_range(each, tensor.shape[0], end, name, begin);
+    return each;
 }
 
 }  // namespace octavo

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <span>
 #include <string>
 #include <tuple>
 #include <variant>
@@ -16,9 +17,10 @@
 
 namespace octavo {
 
+// Which of `names` a name is; raises with all of them if it is none.
+int index_of(const std::string& name, const char* what, std::span<const char* const> names);
 Storage storage_of(const Tensor& tensor, const char* name);
 Matrix matrix(const Tensor& tensor, const char* name, DType dtype);
-void check_dense(const Tensor& tensor, const char* name, DType dtype, std::initializer_list<int64_t> shape);
 // Frequencies of rotary embeddings, for heads of `key_dim`; returns how many dimensions rotate.
 int check_rotation(const Tensor& cos, const Tensor& sin, int key_dim);
 // The keys or the values of a layer: floats, or (codec, codes, scales of vectors, zero points, scales of heads), with
@@ -44,6 +46,8 @@ void check_measured(const MassArguments& measured, int64_t num_groups, const Ten
 void check_completed(const Tensor& completed, int64_t num_blocks);
 void require_threads(int count);
 void check_range(const int64_t* x, int64_t count, int64_t end, const char* name, int64_t begin = 0);
+// `count` dense numbers in [begin, end).
+const int64_t* indices(const Tensor& tensor, const char* name, int64_t count, int64_t end, int64_t begin = 0);
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs);
 // A norm of `width` columns of `dtype`. RMS weights are of `dtype` or float32, which decides where it rounds; weights
 // and bias of a `centred` norm (LayerNorm) are float32. No norm if `weight` is null.

@@ -89,45 +89,35 @@ class BoundDecoder : public DecoderProgram {
         require(complete_, "the decoder is not complete");
         require(decoder_.caches.size() == num_layers_, "the decoder has no caches: call set_caches first");
         DecoderStep step{};
-        check_shape(token_ids, "token_ids", {-1});
+        step.token_ids = indices(token_ids, "token_ids", -1, s.vocab);
         step.num_tokens = token_ids.shape[0];
-        step.token_ids = indices(token_ids, "token_ids", step.num_tokens, s.vocab);
-        check_dense(positions, "positions", DType::i64, {step.num_tokens});
-        step.positions = positions.data<int64_t>();
+        step.positions = dense<int64_t>(positions, "positions", {step.num_tokens});
         const std::vector<Rotation> angles = rotation_tables(step, rotations);
         step.rotations = angles.data();
         step.num_rotations = static_cast<int64_t>(angles.size());
-        check_shape(context_lens, "context_lens", {-1});
+        step.context_lens = dense<int32_t>(context_lens, "context_lens", {-1});
         step.num_seqs = context_lens.shape[0];
-        check_dense(context_lens, "context_lens", DType::i32, {step.num_seqs});
-        check_dense(query_start, "query_start", DType::i32, {step.num_seqs + 1});
-        step.context_lens = context_lens.data<int32_t>();
-        step.query_start = query_start.data<int32_t>();
-        check_dense(table_rows, "table_rows", DType::i64, {step.num_seqs});
-        step.table_rows = table_rows.data<int64_t>();
+        step.query_start = dense<int32_t>(query_start, "query_start", {step.num_seqs + 1});
+        step.table_rows = dense<int64_t>(table_rows, "table_rows", {step.num_seqs});
         if (!budgets.is_null()) {
             check_budgets(budgets, step.num_seqs, sink_tokens);
-            check_dense(sink_positions, "sink_positions", DType::i64, {step.num_tokens});
-            for (const auto& [cos, sin] : rotations)
-                check_range(sink_positions.data<int64_t>(), step.num_tokens, cos.shape[0], "sink_positions");
             step.budgets = budgets.data<int32_t>();
-            step.sink_positions = sink_positions.data<int64_t>();
+            step.sink_positions = dense<int64_t>(sink_positions, "sink_positions", {step.num_tokens});
             step.sink_tokens = sink_tokens;
+            for (const auto& [cos, sin] : rotations)
+                check_range(step.sink_positions, step.num_tokens, cos.shape[0], "sink_positions");
         }
         std::vector<GroupTables> tables = group_tables(step, groups);
         if (sparse) add_sparse(*sparse, step, tables);
         if (!kept.empty()) add_kept(kept, context_lens, tables);
         if (measured) add_measured(*measured, kept, context_lens, step, tables);
         step.groups = tables.data();
-        check_shape(logits_indices, "logits_indices", {-1});
+        step.logits_indices = indices(logits_indices, "logits_indices", -1, step.num_tokens);
         step.num_logits = logits_indices.shape[0];
-        step.logits_indices = indices(logits_indices, "logits_indices", step.num_logits, step.num_tokens);
-        check_shape(logits, "logits", {-1, s.vocab});
+        step.logits = dense<float>(logits, "logits", {-1, s.vocab});
         step.num_now = logits.shape[0];
         require(step.num_now <= step.num_logits, "logits has " + std::to_string(step.num_now) + " rows for " +
                                                      std::to_string(step.num_logits) + " logits_indices");
-        check_dense(logits, "logits", DType::f32, {step.num_now, s.vocab});
-        step.logits = logits.data<float>();
         if (step.num_tokens == 0) return;
         nb::gil_scoped_release release;
         together([&] { send_step(*decoder_.ranks, decoder_, step); }, [&] { decoder_.forward(step); });
@@ -146,8 +136,7 @@ class BoundDecoder : public DecoderProgram {
         require(complete_ && decoder_.ranks, "the decoder is not complete, or has no ranks");
         require(decoder_.caches.size() == num_layers_, "the decoder has no caches: call set_caches first");
         const auto memory = [](const Tensor& blocks, const char* name) {
-            check_shape(blocks, name, {-1, -1});
-            check_dense(blocks, name, DType::u8, {blocks.shape[0], blocks.shape[1]});
+            check_dense(blocks, name, DType::u8, {-1, -1});
             return BlockMemory{blocks.base, blocks.shape[0], blocks.shape[1]};
         };
         const BlockMemory places[2] = {memory(device, "device"), memory(host, "host")};
@@ -177,8 +166,7 @@ class BoundDecoder : public DecoderProgram {
 
     // Checks that `out` [rows][width] asks for rows `first ..` that the last step has kept.
     void check_kept(int64_t first, const Tensor& out, const char* name, int64_t width) const {
-        check_shape(out, name, {-1, width});
-        check_dense(out, name, DType::f32, {out.shape[0], width});
+        check_dense(out, name, DType::f32, {-1, width});
         const int64_t rows = out.shape[0], kept = decoder_.num_kept();
         // Not `first + rows`, which could wrap around.
         require(first >= 0 && first <= kept && rows <= kept - first,
@@ -196,8 +184,8 @@ class BoundDecoder : public DecoderProgram {
             check_rows(table, "block_tables", 2);
             check_dtype(table, "block_tables", DType::i32);
             check_range(step.table_rows, step.num_seqs, table.shape[0], "table_rows");
-            check_dense(slots, "slot_mapping", DType::i64, {step.num_tokens});
-            tables.push_back({table.data<int32_t>(), table.stride[0], table.shape[1], slots.data<int64_t>()});
+            tables.push_back({table.data<int32_t>(), table.stride[0], table.shape[1],
+                              dense<int64_t>(slots, "slot_mapping", {step.num_tokens})});
         }
         for (const LayerCache& cache : decoder_.caches) {
             const int64_t num_slots = cache.kv.num_blocks * cache.kv.block_size;
@@ -217,11 +205,11 @@ class BoundDecoder : public DecoderProgram {
         for (size_t group = 0; group < tables.size(); ++group) {
             for (const LayerCache& cache : decoder_.caches)
                 if (static_cast<size_t>(cache.group) == group) check_completed(completed[group], cache.kv.num_blocks);
-            tables[group].completed = completed[group].data<const int32_t>();
+            tables[group].completed = completed[group].data<int32_t>();
             tables[group].num_completed = completed[group].shape[0];
         }
-        step.num_read = num_read.data<const int32_t>();
-        step.num_recent = num_recent.data<const int32_t>();
+        step.num_read = num_read.data<int32_t>();
+        step.num_recent = num_recent.data<int32_t>();
     }
 
     // The tokens in the tables of groups that have let go of blocks; null for a group that has not.
@@ -230,14 +218,12 @@ class BoundDecoder : public DecoderProgram {
         require(kept.size() == tables.size(), "kept must have the tokens of each group");
         for (size_t group = 0; group < tables.size(); ++group) {
             if (kept[group].is_null()) continue;
-            check_dense(kept[group], "kept", DType::i32, {context_lens.shape[0]});
-            for (int64_t i = 0; i < context_lens.shape[0]; ++i) {
-                const int32_t tokens = kept[group].data<const int32_t>()[i];
-                const int32_t all = context_lens.data<const int32_t>()[i];
-                require(tokens <= all, "sequence " + std::to_string(i) + " keeps " + std::to_string(tokens) + " of " +
-                                           std::to_string(all) + " tokens");
-            }
-            tables[group].context_lens = kept[group].data<const int32_t>();
+            const int32_t* tokens = dense<int32_t>(kept[group], "kept", {context_lens.shape[0]});
+            const int32_t* all = context_lens.data<int32_t>();
+            for (int64_t i = 0; i < context_lens.shape[0]; ++i)
+                require(tokens[i] <= all[i], "sequence " + std::to_string(i) + " keeps " + std::to_string(tokens[i]) +
+                                                 " of " + std::to_string(all[i]) + " tokens");
+            tables[group].context_lens = tokens;
         }
     }
 
@@ -251,7 +237,7 @@ class BoundDecoder : public DecoderProgram {
             const bool lets_go = !kept.empty() && !kept[cache.group].is_null();
             check_measured(measured, num_groups, lets_go ? kept[cache.group] : context_lens, cache.kv.block_size);
         }
-        step.mass_begins = begins.data<const int64_t>();
+        step.mass_begins = begins.data<int64_t>();
         for (int64_t group = 0; group < num_groups; ++group)
             tables[group].mass = mass.data<int64_t>() + group * mass.stride[0];
     }
@@ -277,12 +263,6 @@ class BoundDecoder : public DecoderProgram {
         const LayerKV kv = layer_kv(sides[0], sides[1], dtype());
         require(kv.storage == decoder_.shape.storage, std::string("key cache must be ") + dtype_name(dtype()));
         return kv;
-    }
-
-    static const int64_t* indices(const Tensor& tensor, const char* name, int64_t count, int64_t end) {
-        check_dense(tensor, name, DType::i64, {count});
-        check_range(tensor.data<int64_t>(), count, end, name);
-        return tensor.data<int64_t>();
     }
 
     std::vector<nb::object> kept_caches_;

@@ -19,13 +19,7 @@ constexpr const char* kFormatNames[kNumWeightFormats] = {"bfloat16", "float32", 
                                                          "MXFP4"};
 
 WeightFormat weight_format(const std::string& name) {
-    std::string all;
-    for (int i = 0; i < kNumWeightFormats; ++i) {
-        if (name == kFormatNames[i]) return static_cast<WeightFormat>(i);
-        all += (i ? ", " : "") + std::string(kFormatNames[i]);
-    }
-    require(false, "weight format '" + name + "' is not one of " + all);
-    return {};
+    return static_cast<WeightFormat>(index_of(name, "weight format", kFormatNames));
 }
 
 void check_size(const std::string& name, WeightFormat format, int64_t outputs, int64_t inputs) {
@@ -90,7 +84,7 @@ void py_encode(const Tensor& packed, int64_t outputs, int64_t inputs, int base, 
 
 // In several threads, so that first touch spreads the pages over their memory nodes.
 void py_copy_packed(const Tensor& from, const Tensor& to) {
-    check_dense(from, "from", DType::u8, {from.shape[0]});
+    check_dense(from, "from", DType::u8, {-1});
     check_dense(to, "to", DType::u8, {from.shape[0]});
     constexpr int64_t kPiece = 2 << 20;  // a huge page
     nb::gil_scoped_release release;
@@ -107,12 +101,11 @@ void py_unpack_rows(const std::string& format, const Tensor& packed, int64_t out
     check_shape(out, "out", {-1, inputs});
     require(storage == kF32 || weight.format != WeightFormat::f32,
             "out must be float32 if the weight is, got " + out.describe());
-    check_dense(ids, "ids", DType::i64, {rows.rows});
-    check_range(ids.data<int64_t>(), rows.rows, outputs, "ids");
+    const int64_t* each = indices(ids, "ids", rows.rows, outputs);
     nb::gil_scoped_release release;
     // One task wakes nobody, but computes with subnormal numbers, even if its thread flushes them.
     parallel_for(1, [&](int) {
-        for (int64_t i = 0; i < rows.rows; ++i) unpack_row(weight, ids.data<int64_t>()[i], storage, rows.row(i));
+        for (int64_t i = 0; i < rows.rows; ++i) unpack_row(weight, each[i], storage, rows.row(i));
     });
 }
 
@@ -138,12 +131,9 @@ void py_linear(const std::string& format, const Tensor& packed, int64_t outputs,
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs) {
     const Weight weight{packed.base, outputs, inputs, weight_format(format)};
     check_size(format, weight.format, outputs, inputs);
-    if (weight.format == WeightFormat::bf16_coded) {
-        check_dense(packed, "packed", DType::u8, {packed.shape[0]});
-        check_coded(weight, packed.shape[0]);
-    } else {
-        check_dense(packed, "packed", DType::u8, {packed_bytes(weight.format, outputs, inputs)});
-    }
+    const bool coded = weight.format == WeightFormat::bf16_coded;
+    check_dense(packed, "packed", DType::u8, {coded ? -1 : packed_bytes(weight.format, outputs, inputs)});
+    if (coded) check_coded(weight, packed.shape[0]);
     return weight;
 }
 

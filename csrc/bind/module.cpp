@@ -31,6 +31,45 @@ using SinksApart = std::tuple<Tensor, Tensor, int>;
 // Bounds, and the blocks read of each sequence (SparseArguments).
 using SparseLayer = std::tuple<Tensor, SparseArguments>;
 
+RecentCopies copies_of(const LayerKV& kv, const CopiesToRead& copied, const Tensor& block_tables, DType dtype) {
+    const auto& [keys, values, tables, first_blocks, recent_blocks] = copied;
+    check_rows(tables, "copies' block_tables", 2);
+    check_dtype(tables, "copies' block_tables", DType::i32);
+    require(tables.shape[0] == block_tables.shape[0], "copies must have as many rows of block_tables");
+    const RecentCopies copies{layer_kv(keys, values, dtype),
+                              tables.data<int32_t>(),
+                              tables.stride[0],
+                              tables.shape[1],
+                              first_blocks,
+                              recent_blocks};
+    check_copies(kv, copies.kv, first_blocks, recent_blocks);
+    return copies;
+}
+
+SinkReads sinks_of(const SinksApart& apart, const Tensor& query, int64_t num_seqs) {
+    const auto& [sink_query, budgets, sink_tokens] = apart;
+    check_rows(sink_query, "sink_query", 3);
+    check_dtype(sink_query, "sink_query", query.dtype);
+    check_shape(sink_query, "sink_query", {query.shape[0], query.shape[1], query.shape[2]});
+    require(sink_query.stride[1] == query.stride[1], "heads of sink_query must lie as those of query");
+    check_budgets(budgets, num_seqs, sink_tokens);
+    return {budgets.data<int32_t>(), sink_query.base, sink_query.stride_bytes(0), sink_tokens};
+}
+
+SparseReads sparse_of(const LayerKV& kv, const SparseLayer& sparse, int64_t num_seqs) {
+    const auto& [bounds, reads] = sparse;
+    const auto& [num_read, num_recent, completed] = reads;
+    check_sparse(num_read, num_recent, 1, num_seqs);
+    require(completed.size() == 1, "sparse reads are of one group");
+    check_completed(completed[0], kv.num_blocks);
+    SparseReads of_layer = bounds_of(kv, bounds);
+    of_layer.num_read = num_read.data<int32_t>();
+    of_layer.num_recent = num_recent.data<int32_t>();
+    of_layer.completed = completed[0].data<int32_t>();
+    of_layer.num_completed = completed[0].shape[0];
+    return of_layer;
+}
+
 void py_attend(const SideArguments& keys, const SideArguments& values, const Tensor& query, const Tensor& out,
                const Tensor& block_tables, const Tensor& table_rows, const Tensor& query_start,
                const Tensor& context_lens, float scale, int window, float softcap, const Tensor& sinks, bool exact,
@@ -53,13 +92,11 @@ void py_attend(const SideArguments& keys, const SideArguments& values, const Ten
                                                             std::to_string(call.kv.kv_heads) + ")");
     check_rows(block_tables, "block_tables", 2);
     check_dtype(block_tables, "block_tables", DType::i32);
-    check_shape(context_lens, "context_lens", {-1});
+    call.context_lens = dense<int32_t>(context_lens, "context_lens", {-1});
     const int64_t seqs = context_lens.shape[0];
-    check_dense(table_rows, "table_rows", DType::i64, {seqs});
-    check_range(table_rows.data<const int64_t>(), seqs, block_tables.shape[0], "table_rows");
-    check_dense(query_start, "query_start", DType::i32, {seqs + 1});
-    check_dense(context_lens, "context_lens", DType::i32, {seqs});
-    if (!sinks.is_null()) check_dense(sinks, "sinks", DType::f32, {heads});
+    call.table_rows = indices(table_rows, "table_rows", seqs, block_tables.shape[0]);
+    call.query_start = dense<int32_t>(query_start, "query_start", {seqs + 1});
+    if (!sinks.is_null()) call.sinks = dense<float>(sinks, "sinks", {heads});
     require(scale > 0, "scale must be positive, got " + std::to_string(scale));
     require(window >= 0, "window must be positive, or 0 for none, got " + std::to_string(window));
     call.query = query.base;
@@ -68,54 +105,25 @@ void py_attend(const SideArguments& keys, const SideArguments& values, const Ten
     call.query_head_stride = query.stride_bytes(1);
     call.out_token_stride = out.stride_bytes(0);
     call.out_head_stride = out.stride_bytes(1);
-    call.block_tables = block_tables.data<const int32_t>();
-    call.table_rows = table_rows.data<const int64_t>();
-    call.query_start = query_start.data<const int32_t>();
-    call.context_lens = context_lens.data<const int32_t>();
+    call.block_tables = block_tables.data<int32_t>();
     call.block_table_stride = block_tables.stride[0];
     call.max_blocks = block_tables.shape[1];
     call.num_tokens = tokens;
-    call.sinks = sinks.is_null() ? nullptr : sinks.data<const float>();
     call.scale = scale;
     call.softcap = softcap;
     call.num_seqs = static_cast<int>(seqs);
     call.num_heads = static_cast<int>(heads);
     call.window = window;
     call.exact = exact;
-    if (copied) {
-        const auto& [copied_keys, copied_values, tables, first_blocks, recent_blocks] = *copied;
-        check_rows(tables, "copies' block_tables", 2);
-        check_dtype(tables, "copies' block_tables", DType::i32);
-        require(tables.shape[0] == block_tables.shape[0], "copies must have as many rows of block_tables");
-        call.copies = {layer_kv(copied_keys, copied_values, dtype), tables.data<const int32_t>(), tables.stride[0],
-                       tables.shape[1], first_blocks, recent_blocks};
-        check_copies(kv, call.copies.kv, first_blocks, recent_blocks);
-    }
-    if (apart) {
-        const auto& [sink_query, budgets, sink_tokens] = *apart;
-        require(window == 0, "a layer with a sliding window has no budgets");
-        check_rows(sink_query, "sink_query", 3);
-        check_dtype(sink_query, "sink_query", dtype);
-        check_shape(sink_query, "sink_query", {tokens, heads, query.shape[2]});
-        require(sink_query.stride_bytes(1) == call.query_head_stride, "heads of sink_query must lie as those of query");
-        check_budgets(budgets, seqs, sink_tokens);
-        call.sinks_apart = {budgets.data<const int32_t>(), sink_query.base, sink_query.stride_bytes(0), sink_tokens};
-    }
-    if (sparse) {
-        const auto& [num_read, num_recent, completed] = std::get<1>(*sparse);
-        check_sparse(num_read, num_recent, 1, seqs);
-        require(window == 0 && completed.size() == 1, "sparse reads are of one group, without a window");
-        check_completed(completed[0], kv.num_blocks);
-        call.sparse = bounds_of(kv, std::get<0>(*sparse));
-        call.sparse.num_read = num_read.data<const int32_t>();
-        call.sparse.num_recent = num_recent.data<const int32_t>();
-        call.sparse.completed = completed[0].data<const int32_t>();
-        call.sparse.num_completed = completed[0].shape[0];
-    }
+    if (copied) call.copies = copies_of(kv, *copied, block_tables, dtype);
+    require(window == 0 || !(apart || sparse || measured),
+            "budgets, sparse reads and measured attention are of layers without a window");
+    if (apart) call.sinks_apart = sinks_of(*apart, query, seqs);
+    if (sparse) call.sparse = sparse_of(kv, *sparse, seqs);
     if (measured) {
-        require(window == 0 && !sparse, "attention is measured without a window or sparse reads");
+        require(!sparse, "attention is not measured with sparse reads");
         check_measured(*measured, 1, context_lens, kv.block_size);
-        call.measured = {std::get<0>(*measured).data<const int64_t>(), std::get<1>(*measured).data<int64_t>()};
+        call.measured = {std::get<0>(*measured).data<int64_t>(), std::get<1>(*measured).data<int64_t>()};
     }
     nb::gil_scoped_release release;
     attend(call);
@@ -134,33 +142,26 @@ void py_rope_write(const Tensor& qkv, const SideArguments& keys, const SideArgum
             "qkv is " + std::to_string(rows.width) + " wide, which is no number of query heads of " +
                 std::to_string(key_dim) + " before " + std::to_string(kv.kv_heads) + " KV heads of " +
                 std::to_string(key_dim) + " + " + std::to_string(kv.value_dim));
-    const int rotary_dim = check_rotation(cos, sin, key_dim);
-    check_dense(positions, "positions", DType::i64, {rows.rows});
-    check_dense(slots, "slots", DType::i64, {rows.rows});
-    check_range(positions.data<int64_t>(), rows.rows, cos.shape[0], "positions");
-    check_range(slots.data<int64_t>(), rows.rows, kv.num_blocks * kv.block_size, "slots");
     RopeTask task{};
+    task.rotary_dim = check_rotation(cos, sin, key_dim);
+    task.positions = indices(positions, "positions", rows.rows, cos.shape[0]);
+    task.slots = indices(slots, "slots", rows.rows, kv.num_blocks * kv.block_size);
     task.qkv = rows.base;
     task.qkv_stride = rows.stride;
     task.kv = &kv;
     task.cos = cos.data<float>();
     task.sin = sin.data<float>();
-    task.positions = positions.data<int64_t>();
-    task.slots = slots.data<int64_t>();
     task.query_norm = norm_weights(query_norm, {}, eps, false, "query_norm", dtype, key_dim);
     task.key_norm = norm_weights(key_norm, {}, eps, false, "key_norm", dtype, key_dim);
     task.num_heads = static_cast<int>(query_width / key_dim);
     task.key_dim = key_dim;
-    task.rotary_dim = rotary_dim;
     LayerKV copies{};
     if (copied) {
         const auto& [copied_keys, copied_values, copies_slots] = *copied;
         copies = layer_kv(copied_keys, copied_values, dtype);
         check_copies(kv, copies, 0, 1);
-        check_dense(copies_slots, "copies' slots", DType::i64, {rows.rows});
-        check_range(copies_slots.data<int64_t>(), rows.rows, copies.num_blocks * copies.block_size, "copies' slots");
         task.copies = &copies;
-        task.copies_slots = copies_slots.data<int64_t>();
+        task.copies_slots = indices(copies_slots, "copies' slots", rows.rows, copies.num_blocks * copies.block_size);
     }
     nb::gil_scoped_release release;
     rope_write(kv.storage, task, rows.rows);
@@ -193,9 +194,9 @@ void py_argmax(const Tensor& logits, const Tensor& out) {
     const Storage storage = storage_of(logits, "logits");
     const Matrix rows = matrix(logits, "logits", logits.dtype);
     require(rows.width > 0, "logits has no columns");
-    check_dense(out, "out", DType::i64, {rows.rows});
+    int64_t* const found = dense<int64_t>(out, "out", {rows.rows});
     nb::gil_scoped_release release;
-    argmax(storage, rows, out.data<int64_t>());
+    argmax(storage, rows, found);
 }
 
 std::vector<std::string> supported_isas() {
@@ -228,8 +229,7 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // an engine that lives until Python exits is not a leak
     m.def("attend", &py_attend, "keys"_a, "values"_a, "query"_a, "out"_a, "block_tables"_a, "table_rows"_a,
           "query_start"_a, "context_lens"_a, "scale"_a, "window"_a, "softcap"_a, "sinks"_a.none(), "exact"_a,
-          "copies"_a.none(), "apart"_a.none(), "sparse"_a.none(),
-          "measured"_a.none());
+          "copies"_a.none(), "apart"_a.none(), "sparse"_a.none(), "measured"_a.none());
     m.def("rope_write", &py_rope_write, "qkv"_a, "keys"_a, "values"_a, "cos"_a, "sin"_a, "positions"_a, "slots"_a,
           "query_norm"_a.none(), "key_norm"_a.none(), "eps"_a, "copies"_a.none());
     m.def("rms_norm", &py_rms_norm, "x"_a, "residual"_a.none(), "weight"_a, "out"_a, "eps"_a);

@@ -8,10 +8,7 @@ namespace octavo {
 namespace {
 
 Register register_of(const std::string& name) {
-    for (int place = 0; place < kNumRegisters; ++place)
-        if (name == kRegisterNames[place]) return static_cast<Register>(place);
-    require(false, "register '" + name + "' is not one of residual, hidden, branch, qkv, attended, inner");
-    return kResidual;
+    return static_cast<Register>(index_of(name, "register", kRegisterNames));
 }
 
 // A register in the dtype of activations.
@@ -47,8 +44,8 @@ DecoderProgram::DecoderProgram(const std::string& dtype, int64_t hidden, int64_t
 }
 
 void DecoderProgram::add_norm(const std::string& source_name, const std::string& target_name,
-                              const std::optional<NormArguments>& weights,
-                              const std::optional<std::string>& added_name, int64_t first, int64_t width) {
+                              const std::optional<NormArguments>& weights, const std::optional<std::string>& added_name,
+                              int64_t first, int64_t width) {
     const Register source = register_of(source_name), target = activations_of(target_name);
     const int64_t columns = contents_.width(source);
     require(first >= 0 && width > 0 && first <= columns - width && (source == target || width == columns),
@@ -221,8 +218,8 @@ void DecoderProgram::set_ranks(const std::shared_ptr<Ranks>& ranks, const std::v
     kept_ranks_ = ranks;
     decoder_.ranks = ranks.get();
     decoder_.ids = own_columns(ids);
-    require(decoder_.ids.all() == decoder_.shape.vocab, "ranks have " + std::to_string(decoder_.ids.all()) +
-                                                            " ids of " + std::to_string(decoder_.shape.vocab));
+    require(decoder_.ids.all() == decoder_.shape.vocab,
+            "ranks have " + std::to_string(decoder_.ids.all()) + " ids of " + std::to_string(decoder_.shape.vocab));
 }
 
 void DecoderProgram::set_ends(nb::object embedding_rows, const LinearArguments& embedding,
@@ -259,9 +256,7 @@ const char* DecoderProgram::vector(const nb::object& object, const char* name, i
 }
 
 const float* DecoderProgram::floats(const nb::object& object, const char* name, int64_t count) {
-    const Tensor view = tensor(object, name);
-    check_dense(view, name, DType::f32, {count});
-    return view.data<float>();
+    return dense<float>(tensor(object, name), name, {count});
 }
 
 NormWeights DecoderProgram::norm_of(const NormArguments& arguments, const char* name, int64_t width) {

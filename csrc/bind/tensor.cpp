@@ -128,4 +128,14 @@ void check_rows(const Tensor& tensor, const char* name, int ndim) {
                            " dimensions, the last one contiguous, got " + tensor.describe());
 }
 
+void check_dense(const Tensor& tensor, const char* name, DType dtype, std::initializer_list<int64_t> shape) {
+    check_shape(tensor, name, shape);
+    check_dtype(tensor, name, dtype);
+    int64_t expected = 1;
+    for (int axis = tensor.ndim; axis-- > 0;) {
+        if (tensor.shape[axis] > 1) require(tensor.stride[axis] == expected, std::string(name) + " must be contiguous");
+        expected *= tensor.shape[axis];
+    }
+}
+
 }  // namespace octavo

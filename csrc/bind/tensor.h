@@ -33,6 +33,14 @@ enum class DType : uint8_t { bf16, f32, f16, f64, i32, i64, i8, u8, other };
 const char* dtype_name(DType dtype);
 int dtype_bytes(DType dtype);
 
+template <class T> inline constexpr DType kDTypeOf = DType::other;
+template <> inline constexpr DType kDTypeOf<float> = DType::f32;
+template <> inline constexpr DType kDTypeOf<double> = DType::f64;
+template <> inline constexpr DType kDTypeOf<int32_t> = DType::i32;
+template <> inline constexpr DType kDTypeOf<uint32_t> = DType::i32;  // masks of bits
+template <> inline constexpr DType kDTypeOf<int64_t> = DType::i64;
+template <> inline constexpr DType kDTypeOf<uint8_t> = DType::u8;
+
 // A tensor argument of one call; null if Python passed None for an optional one.
 struct Tensor {
     char* base = nullptr;
@@ -56,6 +64,12 @@ void check_dtype(const Tensor& tensor, const char* name, DType expected);
 void check_shape(const Tensor& tensor, const char* name, std::initializer_list<int64_t> expected);  // -1: any
 // The last dimension must be contiguous.
 void check_rows(const Tensor& tensor, const char* name, int ndim);
+void check_dense(const Tensor& tensor, const char* name, DType dtype, std::initializer_list<int64_t> shape);
+// The elements of a tensor that must be dense.
+template <class T> T* dense(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
+    check_dense(tensor, name, kDTypeOf<T>, shape);
+    return tensor.data<T>();
+}
 
 }  // namespace octavo
 

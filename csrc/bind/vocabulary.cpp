@@ -148,15 +148,15 @@ std::vector<Merge> find_merges(const std::vector<std::string_view>& pieces, cons
 }
 
 nb::list py_merges_by_score(const nb::list& pieces, const std::vector<double>& scores) {
-    require(pieces.size() == scores.size(), std::to_string(scores.size()) + " scores for " +
-                                                std::to_string(pieces.size()) + " pieces");
+    require(pieces.size() == scores.size(),
+            std::to_string(scores.size()) + " scores for " + std::to_string(pieces.size()) + " pieces");
     std::vector<std::string_view> texts;
     texts.reserve(pieces.size());
     for (nb::handle piece : pieces) {
         Py_ssize_t size = 0;
         const char* text = PyUnicode_AsUTF8AndSize(piece.ptr(), &size);
         if (text == nullptr) throw nb::python_error();
-        texts.emplace_back(text, static_cast<size_t>(size));
+        texts.emplace_back(text, size);
     }
     std::vector<Merge> merges;
     {
