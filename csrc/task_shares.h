@@ -9,8 +9,6 @@
 // and none waits for a thread that the system has preempted or not yet woken. A word that names an earlier round stands
 // for a whole share: to begin a round, the leader writes no line but that of its terms. Having taken a task proves that
 // the round is still on.
-//
-// Atomic is std::atomic, or counts what is done to it (tests/counts.cpp).
 #pragma once
 
 #include <algorithm>
@@ -21,7 +19,7 @@ namespace octavo {
 
 using TaskFunction = void (*)(void* context, int index);
 
-template <template <class> class Atomic> class TaskShares {
+class TaskShares {
   public:
     static constexpr int kMostThreads = 1024;
     static constexpr int64_t kMostTasks = int64_t{1} << 28;  // exclusive
@@ -60,10 +58,10 @@ template <template <class> class Atomic> class TaskShares {
             // A place is written again only after another round has been opened.
             const uint32_t before = opened.load(std::memory_order_acquire);
             const Place& place = places_[before % 2];
-            const Terms terms{
-                place.task.load(std::memory_order_acquire), place.context.load(std::memory_order_acquire),
-                place.num_tasks.load(std::memory_order_acquire), place.threads.load(std::memory_order_acquire),
-                place.round.load(std::memory_order_acquire)};
+            const Terms terms{place.task.load(std::memory_order_acquire), place.context.load(std::memory_order_acquire),
+                              place.num_tasks.load(std::memory_order_acquire),
+                              place.threads.load(std::memory_order_acquire),
+                              place.round.load(std::memory_order_acquire)};
             if (opened.load(std::memory_order_relaxed) == before) return terms;
         }
     }
@@ -94,10 +92,10 @@ template <template <class> class Atomic> class TaskShares {
     bool has_tasks(const Terms& terms, int share) const {
         return share < terms.threads && left_in(terms, share, lines_[share].left.load(std::memory_order_relaxed)) > 0;
     }
-    Atomic<bool>& in_task(int thread) { return lines_[thread].in_task; }
+    std::atomic<bool>& in_task(int thread) { return lines_[thread].in_task; }
 
     // The number of rounds, modulo 2^32: threads without work watch it.
-    alignas(64) Atomic<uint32_t> opened{0};
+    alignas(64) std::atomic<uint32_t> opened{0};
 
   private:
     static constexpr uint64_t kRounds = uint64_t{1} << 36;  // before their numbers come again
@@ -107,15 +105,15 @@ template <template <class> class Atomic> class TaskShares {
 
     // Of a thread. The leader, which watches what is done, does not disturb who takes tasks.
     struct Line {
-        alignas(64) Atomic<uint64_t> left{0};  // the round, and a number of tasks
-        Atomic<bool> in_task{false};
-        alignas(64) Atomic<uint64_t> done{0};  // the same
+        alignas(64) std::atomic<uint64_t> left{0};  // the round, and a number of tasks
+        std::atomic<bool> in_task{false};
+        alignas(64) std::atomic<uint64_t> done{0};  // the same
     };
     struct alignas(64) Place {
-        Atomic<TaskFunction> task{nullptr};
-        Atomic<void*> context{nullptr};
-        Atomic<int> num_tasks{0}, threads{0};
-        Atomic<uint64_t> round{0};
+        std::atomic<TaskFunction> task{nullptr};
+        std::atomic<void*> context{nullptr};
+        std::atomic<int> num_tasks{0}, threads{0};
+        std::atomic<uint64_t> round{0};
     };
 
     // The share that a thread turns to in a step, which may be no thread's; -1: it has seen all that it is to see.
@@ -126,9 +124,7 @@ template <template <class> class Atomic> class TaskShares {
         return bit < terms.threads ? visit.self ^ bit : -1;
     }
 
-    static uint64_t word_of(const Terms& terms, uint64_t count) {
-        return terms.round % kRounds * kMostTasks + count;
-    }
+    static uint64_t word_of(const Terms& terms, uint64_t count) { return terms.round % kRounds * kMostTasks + count; }
     static int size_of(const Terms& terms, int share) {
         return (terms.num_tasks - share + terms.threads - 1) / terms.threads;
     }

@@ -86,15 +86,15 @@ class Pool {
   public:
     // Returns false, having done nothing, if another thread leads.
     bool try_run(int num_tasks, TaskFunction task, void* context, int threads) {
-        if (num_tasks >= Shares::kMostTasks) return false;
+        if (num_tasks >= TaskShares::kMostTasks) return false;
         std::unique_lock leader(leader_, std::try_to_lock);
         if (!leader.owns_lock()) return false;
-        grow(std::min(threads, Shares::kMostThreads) - 1);
+        grow(std::min(threads, TaskShares::kMostThreads) - 1);
         if (const int core = current_core(); core != leader_core_.load(std::memory_order_relaxed))
             leader_core_.store(core, std::memory_order_relaxed);
         shares_.open(task, context, num_tasks, std::min(threads, static_cast<int>(workers_.size()) + 1));
         wake();
-        const Shares::Terms terms = shares_.terms();
+        const TaskShares::Terms terms = shares_.terms();
         take_tasks(terms, 0);
         wait_for_workers(terms);
         if (failed_.load(std::memory_order_relaxed)) {
@@ -109,8 +109,6 @@ class Pool {
     }
 
   private:
-    using Shares = TaskShares<std::atomic>;
-
     // Called by the leader. If the system refuses more threads, the existing ones do the work.
     void grow(int count) {
         const int before = active_.load(std::memory_order_relaxed);
@@ -129,7 +127,7 @@ class Pool {
         }
     }
 
-    void wait_for_workers(const Shares::Terms& terms) {
+    void wait_for_workers(const TaskShares::Terms& terms) {
         const auto finished = [&] { return shares_.all_done(terms); };
         if (spin_until(finished, kSpin) || bring_preempted_here(finished)) return;
         // Whoever does the last task reports it first and then looks for the leader; the leader does it the other way
@@ -172,7 +170,7 @@ class Pool {
                 park(grown_, grown);  // not among the sleepers: those are woken in every round
                 continue;
             }
-            const Shares::Terms terms = shares_.terms();
+            const TaskShares::Terms terms = shares_.terms();
             const auto round = static_cast<uint32_t>(terms.round);
             if (shares_.has_tasks(terms, self)) leave_the_leader_alone();
             take_tasks(terms, self);
@@ -192,10 +190,10 @@ class Pool {
         if (core >= 0 && core == leader_core_.load(std::memory_order_relaxed)) leave_core(core);
     }
 
-    void take_tasks(const Shares::Terms& terms, int self) {
-        Shares::Visit visit{self};
+    void take_tasks(const TaskShares::Terms& terms, int self) {
+        TaskShares::Visit visit{self};
         std::atomic<bool>& in_task = shares_.in_task(self);
-        for (Shares::Taken taken; (taken = shares_.next(terms, visit)).count > 0;) {
+        for (TaskShares::Taken taken; (taken = shares_.next(terms, visit)).count > 0;) {
             t_in_task = true;
             in_task.store(true, std::memory_order_relaxed);
             for (int i = 0; i < taken.count; ++i) {
@@ -214,7 +212,7 @@ class Pool {
         }
     }
 
-    Shares shares_;
+    TaskShares shares_;
     alignas(64) std::atomic<int> sleepers_{0};  // workers that sleep until the next round
     // What workers read, and what is written rarely.
     alignas(64) std::atomic<uint32_t> grown_{0};  // advances when `active_` grows

@@ -32,8 +32,8 @@ constexpr bool kThreadSanitizer = false;
 struct Round {
     std::vector<int> counts;
     int64_t sum = 0;
-    explicit Round(int tasks) : counts(static_cast<size_t>(tasks)) {
-        parallel_for(tasks, [&](int i) { ++counts[static_cast<size_t>(i)]; });
+    explicit Round(int tasks) : counts(tasks) {
+        parallel_for(tasks, [&](int i) { ++counts[i]; });
         for (const int count : counts) sum += count;
     }
     bool each_once() const {
@@ -54,36 +54,34 @@ TEST_ONCE(every_task_runs_once_on_any_number_of_threads) {
 
 // Threads that come in any order, and of which some never come, played one after the other.
 TEST_ONCE(shares_are_taken_once_whoever_comes_when) {
-    using Shares = TaskShares<std::atomic>;
-    const auto shares = std::make_unique<Shares>();
+    const auto shares = std::make_unique<TaskShares>();
     for (int i = cases(300); i > 0; --i) {
         const int threads = random_int(1, random_bool() ? 6 : 128), tasks = random_int(1, random_bool() ? 40 : 3000);
         describe_case(std::to_string(tasks) + " tasks, " + std::to_string(threads) + " threads");
         shares->open(nullptr, nullptr, tasks, threads);
-        const Shares::Terms terms = shares->terms();
+        const TaskShares::Terms terms = shares->terms();
         CHECK(terms.num_tasks == tasks && terms.threads <= threads);
-        std::vector<int> counts(static_cast<size_t>(tasks));
-        std::vector<Shares::Visit> coming;
+        std::vector<int> counts(tasks);
+        std::vector<TaskShares::Visit> coming;
         for (int thread = 0; thread < threads; ++thread)
             if (thread == 0 || random_bool()) coming.push_back({thread});
         while (!coming.empty()) {
             CHECK(!shares->all_done(terms) || std::count(counts.begin(), counts.end(), 1) == tasks);
             // The leader comes last to whatever nobody else takes.
-            const size_t next = static_cast<size_t>(random_int(coming.size() > 1, static_cast<int>(coming.size()) - 1));
-            const Shares::Taken taken = shares->next(terms, coming[next]);
-            for (int task = 0; task < taken.count; ++task)
-                ++counts[static_cast<size_t>(taken.first + task * terms.threads)];
+            const size_t next = random_int(coming.size() > 1, static_cast<int>(coming.size()) - 1);
+            const TaskShares::Taken taken = shares->next(terms, coming[next]);
+            for (int task = 0; task < taken.count; ++task) ++counts[taken.first + task * terms.threads];
             if (taken.count == 0) coming.erase(coming.begin() + static_cast<std::ptrdiff_t>(next));
         }
         CHECK(shares->all_done(terms));
         for (const int count : counts) CHECK(count == 1);
         // Who comes too late finds nothing, in the next round too.
-        Shares::Visit late{threads - 1};
+        TaskShares::Visit late{threads - 1};
         CHECK(shares->next(terms, late).count == 0);
         shares->open(nullptr, nullptr, tasks, threads);
         late = {threads - 1};
         CHECK(shares->next(terms, late).count == 0 && !shares->all_done(shares->terms()));
-        for (Shares::Visit leader{0}; shares->next(shares->terms(), leader).count > 0;) {}
+        for (TaskShares::Visit leader{0}; shares->next(shares->terms(), leader).count > 0;) {}
         CHECK(shares->all_done(shares->terms()));
     }
 }
@@ -124,9 +122,7 @@ TEST_ONCE(a_task_within_a_task_does_its_own_alone) {
     set_num_threads(3);
     for (int i = cases(50); i > 0; --i) {
         std::vector<int> inner(20 * 30);
-        parallel_for(20, [&](int outer) {
-            parallel_for(30, [&, outer](int index) { ++inner[static_cast<size_t>(outer * 30 + index)]; });
-        });
+        parallel_for(20, [&](int outer) { parallel_for(30, [&, outer](int index) { ++inner[outer * 30 + index]; }); });
         for (const int count : inner) CHECK(count == 1);
     }
 }
@@ -173,11 +169,11 @@ TEST_ONCE(what_a_task_throws_comes_out_when_all_have_ended) {
     for (int i = cases(200); i > 0; --i) {
         const int threads = random_int(1, 5), tasks = random_int(2, 60), culprits = random_int(1, 3);
         set_num_threads(threads);
-        std::vector<int> counts(static_cast<size_t>(tasks));
+        std::vector<int> counts(tasks);
         bool caught = false;
         try {
             parallel_for(tasks, [&](int index) {
-                ++counts[static_cast<size_t>(index)];
+                ++counts[index];
                 if (index < culprits) throw std::runtime_error("task " + std::to_string(index));
             });
         } catch (const std::runtime_error& error) {
@@ -315,7 +311,7 @@ TEST_ONCE(a_caller_that_sleeps_wakes_when_the_last_task_ends) {
         std::vector<int> counts(8);
         parallel_for(8, [&](int task) {
             if (std::this_thread::get_id() != caller) std::this_thread::sleep_for(time);
-            ++counts[static_cast<size_t>(task)];
+            ++counts[task];
         });
         CHECK(counts == std::vector<int>(8, 1));
     }
