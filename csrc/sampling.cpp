@@ -131,10 +131,10 @@ int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
     auto& sharers = memory.by_mass;
     sharers.clear();
     memory.places.resize(masses.size());
-    const int64_t num_sharers = kernels().list_between(masses.data(), static_cast<int64_t>(masses.size()), from, beyond,
-                                                       memory.places.data());
+    const int64_t num_sharers =
+        kernels().list_between(masses.data(), static_cast<int64_t>(masses.size()), from, beyond, memory.places.data());
     for (int64_t i = 0; i < num_sharers; ++i) {
-        const auto place = static_cast<size_t>(memory.places[static_cast<size_t>(i)]);
+        const auto place = memory.places[i];
         const int64_t id = memory.listed[place / kVocabBlock] + static_cast<int64_t>(place % kVocabBlock);
         if (id < row.vocab())
             sharers.push_back({row[id] / draw.temperature, static_cast<int32_t>(id), double{masses[place]}});
@@ -144,11 +144,10 @@ int64_t draw_nucleus(Row& row, const Draw& draw, Scratch& memory) {
     std::fill(cumulative.begin(), cumulative.end(), 0.0);
     for (size_t block = 0; block < memory.listed.size(); ++block) {
         const float* const own = masses.data() + block * kVocabBlock;
-        cumulative[static_cast<size_t>(memory.listed[block] / kVocabChunk)] +=
-            kernels().mass_from(own, kVocabBlock, beyond);
+        cumulative[memory.listed[block] / kVocabChunk] += kernels().mass_from(own, kVocabBlock, beyond);
     }
     for (const Candidate& each : sharers)
-        if (!comes_before(last, each)) cumulative[static_cast<size_t>(each.token_id / kVocabChunk)] += each.mass;
+        if (!comes_before(last, each)) cumulative[each.token_id / kVocabChunk] += each.mass;
     std::partial_sum(cumulative.begin(), cumulative.end(), cumulative.begin());
     return row.draw(draw.uniform, [&](int64_t id, float mass) {
         const Candidate each{row[id] / draw.temperature, static_cast<int32_t>(id), double{mass}};
@@ -174,7 +173,7 @@ int64_t draw_among_many(const Row& row, const Draw& draw, float bound, float cut
         }
     }
     auto& kept = memory.kept_logits;
-    kept.resize(static_cast<size_t>(row.vocab()));
+    kept.resize(row.vocab());
     for (int64_t i = 0; i < row.vocab(); ++i) kept[i] = row[i] / draw.temperature < least ? -kInfinity : row[i];
     Row left(kept.data(), row.vocab(), memory, scale_of(draw.temperature));
     if (draw.top_p < 1.0) return draw_nucleus(left, draw, memory);
@@ -205,7 +204,7 @@ int64_t draw_filtered(Row& row, const Draw& draw, Scratch& memory) {
         values.clear();
         for (const Candidate& each : candidates) values.push_back(each.x);
         std::nth_element(values.begin(), values.begin() + (draw.top_k - 1), values.end(), std::greater<float>());
-        kth = values[static_cast<size_t>(draw.top_k - 1)];
+        kth = values[draw.top_k - 1];
     }
     std::erase_if(candidates, [&](const Candidate& each) { return each.x < kth; });
     if (draw.top_p < 1.0) {
@@ -221,7 +220,7 @@ int64_t draw_filtered(Row& row, const Draw& draw, Scratch& memory) {
     for (const Candidate& each : candidates) cumulative.push_back(kept += each.mass);
     const int64_t place =
         invert(cumulative.data(), static_cast<int64_t>(cumulative.size()), draw.uniform * kept, nullptr);
-    return candidates[static_cast<size_t>(place)].token_id;
+    return candidates[place].token_id;
 }
 
 constexpr int64_t kFewAllowed = 4096;
@@ -267,7 +266,7 @@ Allowed only_allowed(const Draw& draw, int64_t vocab, Scratch& memory) {
             }
     }
     if (begin >= vocab && !ids.empty()) return {kept.data(), static_cast<int64_t>(ids.size()), ids.data()};
-    kept.resize(static_cast<size_t>(vocab));
+    kept.resize(vocab);
     for (begin = 0; begin < vocab; begin += 32) {
         const int64_t count = std::min<int64_t>(32, vocab - begin);
         const uint32_t word = word_at(begin);
@@ -310,11 +309,12 @@ void score_one(Score& score, int64_t vocab) {
     const auto key = [](float x) { return std::isnan(x) ? kInfinity : x; };
     auto& candidates = memory.candidates;
     candidates.clear();
-    row.each_from(row.numbers() ? row.reached_by(score.num_top) : -kInfinity,
-                  [&](int32_t token_id) { candidates.push_back({key(row[token_id]), token_id, 0.0}); });
+    row.each_from(row.numbers() ? row.reached_by(score.num_top) : -kInfinity, [&](int32_t token_id) {
+        candidates.push_back({key(row[token_id]), token_id, 0.0});
+    });
     std::partial_sort(candidates.begin(), candidates.begin() + score.num_top, candidates.end(), comes_before);
     for (int64_t i = 0; i < score.num_top; ++i) {
-        score.top_ids[i] = candidates[static_cast<size_t>(i)].token_id;
+        score.top_ids[i] = candidates[i].token_id;
         score.top_logprobs[i] = logprob(row[score.top_ids[i]]);
     }
 }

@@ -54,7 +54,7 @@ class Row {
   public:
     Row(const float* logits, int64_t vocab, Scratch& memory, float scale = 0.0f)
         : x_(logits), vocab_(vocab), scale_(scale), memory_(memory) {
-        memory.maxima.resize(static_cast<size_t>(divided_up(vocab, kVocabBlock)));
+        memory.maxima.resize(divided_up(vocab, kVocabBlock));
         numbers_ = scale > 0.0f ? weigh_chunks() : kernels().block_maxima(logits, vocab, memory.maxima.data());
         const auto* maxima = reinterpret_cast<const char*>(memory.maxima.data());
         best_block_ = kernels().argmax[kF32](maxima, static_cast<int64_t>(memory.maxima.size()), &most_);
@@ -63,9 +63,7 @@ class Row {
     bool numbers() const { return numbers_; }
     float most() const { return most_; }
 
-    int64_t first_largest() const {
-        return std::find(x_ + best_block_ * kVocabBlock, x_ + vocab_, most_) - x_;
-    }
+    int64_t first_largest() const { return std::find(x_ + best_block_ * kVocabBlock, x_ + vocab_, most_) - x_; }
 
     // Puts the running sum of the chunks' masses into `memory.cumulative` and returns the total.
     double add_up_masses() {
@@ -109,10 +107,9 @@ class Row {
         values.assign(maxima.begin(), maxima.begin() + count);
         for (int64_t begin = count; begin < blocks; begin += count)
             for (int64_t i = 0; i < std::min(count, blocks - begin); ++i)
-                values[static_cast<size_t>(i)] =
-                    std::max(values[static_cast<size_t>(i)], maxima[static_cast<size_t>(begin + i)]);
+                values[i] = std::max(values[i], maxima[begin + i]);
         std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<float>());
-        return values[static_cast<size_t>(k - 1)];
+        return values[k - 1];
     }
 
     // A logit that is lower, a little, than any whose mass is at least `mass`.
@@ -167,7 +164,7 @@ class Row {
     // Compares the row, and weighs each chunk relative to its own maximum, since nothing else is known of the row yet.
     // A chunk is weighed after the next one has been compared, which then does not wait for it.
     bool weigh_chunks() {
-        const auto chunks = static_cast<size_t>(num_chunks());
+        const auto chunks = num_chunks();
         for (auto* each : {&memory_.chunk_maxima, &memory_.chunk_masses, &memory_.factors}) each->resize(chunks);
         memory_.cumulative.resize(chunks);
         bool numbers = true;
@@ -188,8 +185,8 @@ class Row {
     // Masses relative to `most`.
     void weigh(int64_t chunk, float most) {
         const int64_t begin = chunk * kVocabChunk, count = std::min<int64_t>(vocab_ - begin, kVocabChunk);
-        memory_.chunk_maxima[static_cast<size_t>(chunk)] = most;
-        memory_.chunk_masses[static_cast<size_t>(chunk)] =
+        memory_.chunk_maxima[chunk] = most;
+        memory_.chunk_masses[chunk] =
             most > -kInfinity ? kernels().vocab_masses(x_ + begin, count, most, scale_, nullptr) : 0.0f;
     }
 

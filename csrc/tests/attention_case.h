@@ -1,71 +1,20 @@
-// Keys and values for tests, plain or coded: what a code stands for by definition, where it is stored, and batches over
-// them.
+// Batches of sequences over the blocks of kv_case.h.
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <string>
 #include <vector>
 
 #include "attention.h"
-#include "harness.h"
+#include "kv_case.h"
 #include "thread_pool.h"
 
 namespace octavo::test {
 
-struct Codes {
-    Code key, value;
-    const char* name;
-};
-inline constexpr Codes kPlain = {kCodePlain, kCodePlain, "plain"}, kE4m3 = {kCodeE4m3, kCodeE4m3, "fp8_e4m3"},
-                       kE5m2 = {kCodeE5m2, kCodeE5m2, "fp8_e5m2"}, kInt8 = {kCodeInt8, kCodeInt8, "int8"},
-                       kK8V4 = {kCodeInt8, kCodeInt4, "k8v4"}, kInt4 = {kCodeInt4, kCodeInt4, "int4"};
-inline constexpr Codes kCodes[] = {kE4m3, kE5m2, kInt8, kK8V4, kInt4};
-inline bool is_float8(Code code) { return code == kCodeE4m3 || code == kCodeE5m2; }
-
-inline double decode_float8(Code code, uint8_t bits) {
-    const int mantissa_bits = code == kCodeE4m3 ? 3 : 2, bias = code == kCodeE4m3 ? 7 : 15;
-    const int exponent = (bits & 0x7f) >> mantissa_bits, fraction = bits & ((1 << mantissa_bits) - 1);
-    if (code == kCodeE4m3 ? (bits & 0x7f) == 0x7f : exponent == 31) return NAN;
-    const double size = exponent ? std::ldexp((1 << mantissa_bits) + fraction, exponent - bias - mantissa_bits)
-                                 : std::ldexp(fraction, 1 - bias - mantissa_bits);
-    return bits & 0x80 ? -size : size;
-}
-
-// R x, as storage/codec/hadamard.py defines it; R^T x if `back`.
-inline void rotate(std::vector<double>& x, bool back) {
-    constexpr uint32_t kSigns[] = {0x8A5CD789, 0xD4E9AC3F, 0x2D1B7F46, 0x61E80B95,
-                                   0xB7A39E12, 0x0C5D48F6, 0x93F2616B, 0x4E879AD0};
-    const auto flip = [&] {
-        for (size_t d = 0; d < x.size(); ++d)
-            if (kSigns[d / 32] >> d % 32 & 1) x[d] = -x[d];
-    };
-    if (!back) flip();
-    for (size_t begin = 0; begin < x.size();) {
-        const size_t size = std::bit_floor(x.size() - begin);
-        for (size_t stride = 1; stride < size; stride *= 2)
-            for (size_t d = begin; d < begin + size; ++d)
-                if (((d - begin) & stride) == 0) {
-                    const double low = x[d], high = x[d + stride];
-                    x[d] = low + high;
-                    x[d + stride] = low - high;
-                }
-        for (size_t d = begin; d < begin + size; ++d) x[d] /= std::sqrt(static_cast<double>(size));
-        begin += size;
-    }
-    if (back) flip();
-}
-
 struct Sequence {
     int context, queries;
 };
-
-inline std::string describe(const std::vector<Sequence>& sequences) {
-    std::string text;
-    for (const Sequence& s : sequences) text += ", " + std::to_string(s.queries) + " of " + std::to_string(s.context);
-    return text;
-}
 
 // Sequences have their rows of the tables in reverse order. Block 0 is the null block, which stands for blocks that no
 // query of a sequence sees; one block is in no table.
@@ -83,7 +32,7 @@ class BlockTables {
         std::vector<int32_t> free;
         for (int32_t block = 1; block < num_blocks_; ++block) free.push_back(block);
         std::shuffle(free.begin(), free.end(), random_engine());
-        entries_.assign(sequences.size() * static_cast<size_t>(stride_), 0);
+        entries_.assign(sequences.size() * stride_, 0);
         for (size_t seq = 0; seq < sequences.size(); ++seq)
             for (int64_t index = first_seen(seq) / block_size; index < blocks_of(sequences[seq]); ++index) {
                 entry(seq, index) = free.back();
@@ -133,150 +82,13 @@ class BlockTables {
 
   private:
     int64_t blocks_of(const Sequence& s) const { return (s.context + block_size_ - 1) / block_size_; }
-    size_t at(size_t seq, int64_t index) const { return static_cast<size_t>(rows_[seq] * stride_ + index); }
+    size_t at(size_t seq, int64_t index) const { return (rows_[seq] * stride_ + index); }
 
     std::vector<Sequence> sequences_;
     int block_size_, window_;
     int64_t num_blocks_, stride_ = 0;
     std::vector<int32_t> starts_, contexts_, entries_;
     std::vector<int64_t> rows_;
-};
-
-// The keys or the values of a layer, in buffers of exactly their size: floats, or codes, scales and zero points.
-class Side {
-  public:
-    Side(Code code, Storage storage, bool keys, int64_t blocks, int heads, int dim, int block_size)
-        : code_(code),
-          storage_(storage),
-          keys_(keys),
-          heads_(heads),
-          dim_(dim),
-          block_size_(block_size),
-          bytes_(code == kCodePlain ? dim * element_bytes(storage) : code == kCodeInt4 ? dim / 2 : dim),
-          codes(blocks * heads * block_size * bytes_),
-          scales(blocks * heads * block_size * 2),
-          zeros(blocks * heads * block_size) {
-        for (int head = 0; head < heads; ++head) head_scales_.push_back(std::ldexp(1.0f, random_int(-3, 3)) * 1.25f);
-    }
-    CodedSide side() const {
-        CodedSide side{};
-        if (code_ == kCodePlain) return side;
-        side.code = code_;
-        side.code_bytes = bytes_;
-        if (is_float8(code_)) {
-            side.head_scales = head_scales_.data();
-            return side;
-        }
-        side.field[0] = scales.data();
-        side.field_block_stride[0] = int64_t{heads_} * block_size_ * 2;
-        side.field_head_stride[0] = block_size_ * 2;
-        if (code_ == kCodeInt4) {
-            side.field[1] = zeros.data();
-            side.field_block_stride[1] = int64_t{heads_} * block_size_;
-            side.field_head_stride[1] = block_size_;
-        }
-        return side;
-    }
-    int64_t head_stride() const { return block_size_ * bytes_; }
-
-    // Any codes that an encoder can write: no -128, and no NaN.
-    void draw(int64_t block, int head, int offset) {
-        if (code_ == kCodePlain) {
-            for (int d = 0; d < dim_; ++d) put(random_normal(), block, head, offset, d);
-            return;
-        }
-        for (int d = 0; d < dim_; ++d) {
-            uint8_t bits = static_cast<uint8_t>(random_int(0, 255));
-            if (code_ == kCodeE4m3 && (bits & 0x7f) == 0x7f) bits ^= 1;
-            if (code_ == kCodeE5m2) bits &= random_int(0, 9) ? 0xbf : 0x83;  // below 2, and some subnormals
-            if (code_ == kCodeInt8 && bits == 0x80) bits = 0x81;
-            set(block, head, offset, d, bits);
-        }
-        set_scale(block, head, offset, std::ldexp(1.0f + 0.25f * random_int(0, 3), random_int(-9, -5)));
-        zeros.as<uint8_t>()[token(block, head, offset)] = static_cast<uint8_t>(random_int(0, 15));
-    }
-    // Makes a vector of floats, or the scale of one of integers, something that is no number.
-    void spoil(int64_t block, int head, int offset, float with) {
-        if (code_ != kCodePlain) return set_scale(block, head, offset, with);
-        for (int d = 0; d < dim_; ++d) put(with, block, head, offset, d);
-    }
-    void set_scale(int64_t block, int head, int offset, float scale) {
-        scales.as<uint16_t>()[token(block, head, offset)] = float_to_bf16(scale);
-    }
-    void set_head_scales(float scale) { std::fill(head_scales_.begin(), head_scales_.end(), scale); }
-    // One vector, in the rotated space of int4.
-    std::vector<double> decode(int64_t block, int head, int offset) const {
-        std::vector<double> x;
-        for (int d = 0; code_ == kCodePlain && d < dim_; ++d)
-            x.push_back(load(codes.data(), element(block, head, offset, d), storage_));
-        if (code_ == kCodePlain) return x;
-        const double scale = is_float8(code_) ? head_scales_[static_cast<size_t>(head)]
-                                              : bf16_to_float(scales.as<uint16_t>()[token(block, head, offset)]);
-        const int zero = code_ == kCodeInt4 ? zeros.as<uint8_t>()[token(block, head, offset)] : 0;
-        for (int d = 0; d < dim_; ++d) {
-            const uint8_t bits = get(block, head, offset, d);
-            x.push_back(scale * (is_float8(code_)     ? decode_float8(code_, bits)
-                                 : code_ == kCodeInt8 ? static_cast<int8_t>(bits)
-                                                      : bits - zero));
-        }
-        return x;
-    }
-    // Half the distance between codes, at a value of that size.
-    double half_step(int64_t block, int head, int offset, double size) const {
-        if (code_ == kCodePlain) return 0;
-        if (!is_float8(code_)) return 0.5 * bf16_to_float(scales.as<uint16_t>()[token(block, head, offset)]);
-        const double scale = head_scales_[static_cast<size_t>(head)];
-        const double least = std::ldexp(scale, code_ == kCodeE4m3 ? -10 : -17);
-        return std::max(least, size * (code_ == kCodeE4m3 ? 0x1p-4 : 0x1p-3));
-    }
-
-  private:
-    int64_t token(int64_t block, int head, int offset) const { return (block * heads_ + head) * block_size_ + offset; }
-    // Where a plain dimension lies, see LayerKV.
-    int64_t element(int64_t block, int head, int offset, int d) const {
-        const int pair = storage_ == kBf16 ? 2 : 1;
-        const int64_t unit = keys_ ? d / pair * block_size_ + offset : offset / pair * dim_ + d;
-        return (block * heads_ + head) * block_size_ * dim_ + unit * pair + (keys_ ? d : offset) % pair;
-    }
-    void put(float x, int64_t block, int head, int offset, int d) {
-        store(x, codes.data(), element(block, head, offset, d), storage_);
-    }
-    // The byte that holds a dimension; for int4, `shift` selects the nibble.
-    int64_t place(int64_t block, int head, int offset, int d, int& shift) const {
-        const int64_t base = (block * heads_ + head) * block_size_ * bytes_;
-        shift = 0;
-        if (!keys_) {
-            const int half = dim_ / 2;
-            shift = code_ == kCodeInt4 && d >= half ? 4 : 0;
-            if (is_float8(code_)) return base + offset * bytes_ + d;
-            return base + offset / 4 * 4 * bytes_ + (code_ == kCodeInt4 ? d % half : d) * 4 + offset % 4;
-        }
-        const int64_t group = base + offset / 16 * 16 * bytes_, lane = offset % 16;
-        if (is_float8(code_)) return group + d * 16 + lane;
-        if (code_ == kCodeInt8) return group + d / 4 * 64 + lane * 4 + d % 4;
-        shift = d % 8 / 4 * 4;
-        return group + d / 8 * 64 + lane * 4 + d % 4;
-    }
-    uint8_t get(int64_t block, int head, int offset, int d) const {
-        int shift;
-        const uint8_t byte = codes.as<uint8_t>()[place(block, head, offset, d, shift)];
-        return code_ == kCodeInt4 ? byte >> shift & 15 : byte;
-    }
-    void set(int64_t block, int head, int offset, int d, uint8_t bits) {
-        int shift;
-        uint8_t& byte = codes.as<uint8_t>()[place(block, head, offset, d, shift)];
-        byte = code_ == kCodeInt4 ? static_cast<uint8_t>((byte & ~(15 << shift)) | (bits & 15) << shift) : bits;
-    }
-
-    Code code_;
-    Storage storage_;
-    bool keys_;
-    int heads_, dim_, block_size_;
-    int64_t bytes_;
-    std::vector<float> head_scales_;
-
-  public:
-    const Buffer codes, scales, zeros;
 };
 
 // A batch over a shuffled pool, with blocks that are plain or in a random code. What no sequence may read is no number:
@@ -320,9 +132,7 @@ class Batch {
     // The bytes of a token's output.
     int64_t row_bytes() const { return int64_t{heads()} * value_dim * element_bytes(storage); }
     // Whether the first sequence's query at `position` sees a token.
-    bool sees(int position, int token) const {
-        return token <= position && (!window || token > position - window);
-    }
+    bool sees(int position, int token) const { return token <= position && (!window || token > position - window); }
     std::string describe() const {
         std::string text = std::string(code.name) + ", storage " + std::to_string(storage) + " key " +
                            std::to_string(key_dim) + " value " + std::to_string(value_dim) + " kv heads " +
@@ -402,8 +212,7 @@ class Memory {
     int32_t& table_entry(size_t seq, int64_t index) { return tables_.entry(seq, index); }
     void spoil(size_t seq, int token, float with) {
         for (int head = 0; head < batch_.kv_heads; ++head)
-            for (Side* side : {&keys, &values})
-                side->spoil(block(seq, token), head, token % batch_.block_size, with);
+            for (Side* side : {&keys, &values}) side->spoil(block(seq, token), head, token % batch_.block_size, with);
     }
     // The call for the first sequence's queries [first, first + count) alone, with the context that the last one sees.
     AttentionCall part(int first, int count) {
@@ -435,7 +244,7 @@ class Memory {
         return call;
     }
     std::vector<char> output() const { return {out.data(), out.data() + out.size()}; }
-    void forget_output() const { std::memset(out.data(), 0xff, static_cast<size_t>(out.size())); }
+    void forget_output() const { std::memset(out.data(), 0xff, out.size()); }
     int start(size_t seq) const { return tables_.start(seq); }
 
   private:

@@ -1,5 +1,5 @@
-// Speed of the kernels without Python: native_bench [products|threshold|attention|pool] [--threads N] [--level
-// NAME] [--weight FORMAT] [--exact]
+// Speed of the kernels without Python: native_bench [products|attention|pool] [--threads N] [--level NAME]
+// [--weight FORMAT] [--exact]
 //
 // Medians of repeated calls. The calls cycle through more weights than fit into second-level caches, so that these come
 // from where they would come from in a model. For the limits of a machine, see `octavo bench cpu`.
@@ -19,16 +19,14 @@
 #endif
 
 #include "attention.h"
-#include "harness.h"
+#include "kv_case.h"
 #include "linear.h"
 #include "thread_pool.h"
+#include "weight_case.h"
 
 namespace octavo::test {
 namespace {
 
-constexpr const char* kFormatNames[kNumWeightFormats] = {
-    "bf16", "f32",  "coded bf16", "Q4_0", "Q4_1", "Q5_0",   "Q5_1",   "Q8_0",
-    "Q2_K", "Q3_K", "Q4_K",       "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
 constexpr int64_t kWeightBytes = 96 << 20;
 constexpr double kSecondsEach = 0.15;
 std::string g_only_weight;  // products of this format alone
@@ -54,19 +52,18 @@ template <class Call> Times measure(const Call& call, double length = kSecondsEa
 }
 
 // Memory in huge pages.
-class Memory {
+class HugePages {
   public:
-    explicit Memory(int64_t bytes)
-        : base_(static_cast<char*>(
-              std::aligned_alloc(2 << 20, static_cast<size_t>((bytes + (2 << 20) - 1) >> 21 << 21)))) {
+    explicit HugePages(int64_t bytes)
+        : base_(static_cast<char*>(std::aligned_alloc(2 << 20, (bytes + (2 << 20) - 1) >> 21 << 21))) {
 #ifdef __linux__
-        madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+        madvise(base_, bytes, MADV_HUGEPAGE);
 #endif
-        std::memset(base_, 0, static_cast<size_t>(bytes));
+        std::memset(base_, 0, bytes);
     }
-    ~Memory() { std::free(base_); }
-    Memory(const Memory&) = delete;
-    Memory& operator=(const Memory&) = delete;
+    ~HugePages() { std::free(base_); }
+    HugePages(const HugePages&) = delete;
+    HugePages& operator=(const HugePages&) = delete;
     char* data() const { return base_; }
 
   private:
@@ -76,7 +73,7 @@ class Memory {
 // Copies of one weight. Speed does not depend on the numbers, as long as none is subnormal: all scales are 2^-7, and
 // all bytes of float weights 0x3f.
 struct Weights {
-    std::vector<std::unique_ptr<Memory>> copies;
+    std::vector<std::unique_ptr<HugePages>> copies;
     int64_t outputs, inputs, bytes;
     WeightFormat format;
     std::size_t next = 0;
@@ -84,26 +81,22 @@ struct Weights {
     Weights(WeightFormat format, int64_t inputs, int64_t outputs)
         : outputs(outputs), inputs(inputs), bytes(packed_bytes(format, outputs, inputs)), format(format) {
         const int64_t row_bytes = stored_row_bytes(format, inputs);
-        std::vector<char> rows(static_cast<size_t>(row_bytes * outputs), 0x3f);
+        std::vector<char> rows(row_bytes * outputs, 0x3f);
         const uint16_t scale = 0x2000;
         if (is_quantised(format)) {
             const QuantLayout& layout = quant_layout(format);
-            using enum WeightFormat;
-            const bool last = format == q2_k || format == q3_k || format == q6_k;
-            const int first = last ? layout.stored_bytes - 2 * layout.halves : 0;
-            for (int64_t at = first; at < row_bytes * outputs; at += layout.stored_bytes)
-                for (int half = 0; half < layout.halves; ++half)
-                    std::memcpy(&rows[static_cast<size_t>(at + 2 * half)], &scale, 2);
+            for (int64_t at = halves_at(format); at < row_bytes * outputs; at += layout.stored_bytes)
+                for (int half = 0; half < layout.halves; ++half) std::memcpy(&rows[at + 2 * half], &scale, 2);
         }
         for (int64_t i = 0; i < std::max<int64_t>(1, kWeightBytes / bytes); ++i) {
-            copies.push_back(std::make_unique<Memory>(bytes));
+            copies.push_back(std::make_unique<HugePages>(bytes));
             pack_rows({copies.back()->data(), outputs, inputs, format}, rows.data(), row_bytes, outputs, {0, 1});
         }
     }
     Weight another() { return {copies[next++ % copies.size()]->data(), outputs, inputs, format}; }
 };
 
-// Multiplies `rows` rows of ones, exact or not.
+// Multiplies `rows` rows of ones.
 class Product {
   public:
     Product(Weights& weights, int64_t rows)
@@ -116,9 +109,9 @@ class Product {
           out_(rows * out_stride_) {
         for (int64_t i = 0; i < rows * weights.inputs; ++i) store(1.0f, x_.data(), i, storage_);
     }
-    void operator()(bool exact) const {
+    void operator()() const {
         linear(weights_.another(), storage_, {x_.data(), rows_, weights_.inputs, stride_},
-               {out_.data(), out_stride_, weights_.outputs, nullptr, storage_, kPlain}, exact);
+               {out_.data(), out_stride_, weights_.outputs, nullptr, storage_, Epilogue::kPlain}, false);
     }
 
   private:
@@ -138,7 +131,7 @@ void products() {
             Weights weights(format, inputs, outputs);
             for (const int rows : {1, 2, 4, 8, 16, 32, 64, 128, 256}) {
                 const Product product(weights, rows);
-                const double median = measure([&] { product(false); }).median;
+                const double median = measure([&] { product(); }).median;
                 std::printf("%-12s %6d %7d -> %5d %10.1f %8.1f %10.1f\n", kFormatNames[static_cast<int>(format)], rows,
                             inputs, outputs, median * 1e6, static_cast<double>(weights.bytes) / median / 1e9,
                             2.0 * inputs * outputs * rows / median / 1e9);
@@ -147,51 +140,16 @@ void products() {
         }
 }
 
-// Quantised weights multiplied as integers and in bf16 tiles, alternately. To measure fewer rows than tiles are used
-// for, lower kGemmQuantRows in tile_gemm.h.
-void threshold() {
-    if (!kernels().pack_tile_rows) return std::puts("this level has no tiles"), void();
-    std::printf("%-6s %16s %6s %12s %12s %8s\n", "weight", "shape", "rows", "integers us", "tiles us", "ratio");
-    for (const auto& [inputs, outputs] : {std::pair{576, 3072}, {1536, 576}, {4096, 4096}})
-        for (int i = static_cast<int>(WeightFormat::q4_0); i < kNumWeightFormats; ++i) {
-            const auto format = static_cast<WeightFormat>(i);
-            if (inputs % block_inputs(format)) continue;
-            Weights weights(format, inputs, outputs);
-            for (const int rows : {16, 20, 24, 28, 32, 40, 48, 64}) {
-                if (rows < kernels().gemm_quant_rows) continue;
-                const Product product(weights, rows);
-                std::vector<double> times[2];
-                for (const double end = seconds() + 3 * kSecondsEach; seconds() < end;)
-                    for (const bool exact : {true, false}) {
-                        const double begin = seconds();
-                        product(exact);
-                        times[exact].push_back(seconds() - begin);
-                    }
-                for (std::vector<double>& each : times) std::sort(each.begin(), each.end());
-                const double integers = times[1][times[1].size() / 2], tiles = times[0][times[0].size() / 2];
-                std::printf("%-6s %7d -> %5d %6d %12.1f %12.1f %8.2f\n", kFormatNames[static_cast<int>(format)], inputs,
-                            outputs, rows, integers * 1e6, tiles * 1e6, integers / tiles);
-                std::fflush(stdout);
-            }
-        }
-}
-
-struct Codes {
-    Code key, value;
-    const char* name;
-};
-constexpr Codes kCodes[] = {{kCodePlain, kCodePlain, "bf16"},    {kCodeE4m3, kCodeE4m3, "fp8_e4m3"},
-                            {kCodeE5m2, kCodeE5m2, "fp8_e5m2"},  {kCodeInt8, kCodeInt8, "int8"},
-                            {kCodeInt8, kCodeInt4, "k8v4"},      {kCodeInt4, kCodeInt4, "int4"}};
-
 // The keys or the values of one layer: codes that an encoder might have written, none of them subnormal.
-class Side {
+class DrawnSide {
   public:
-    Side(Code code, int64_t blocks, int heads, int dim, int block_size)
+    DrawnSide(Code code, int64_t blocks, int heads, int dim, int block_size)
         : code_(code),
           heads_(heads),
           block_size_(block_size),
-          vector_bytes_(code == kCodePlain ? dim * 2 : code == kCodeInt4 ? dim / 2 : dim),
+          vector_bytes_(code == kCodePlain  ? dim * 2
+                        : code == kCodeInt4 ? dim / 2
+                                            : dim),
           codes_(blocks * heads * block_size * vector_bytes_),
           scales_(blocks * heads * block_size * 2),
           zeros_(blocks * heads * block_size) {
@@ -205,33 +163,23 @@ class Side {
             for (int64_t i = 0; i < drawn / 2; ++i)
                 store(static_cast<float>(random_int(-100, 100)) / 64.0f, codes_.data(), i, kBf16);
         for (int64_t at = drawn; at < bytes; at += drawn)
-            std::memcpy(codes_.data() + at, codes_.data(), static_cast<size_t>(std::min(drawn, bytes - at)));
+            std::memcpy(codes_.data() + at, codes_.data(), std::min(drawn, bytes - at));
         const float scale = code == kCodeInt4 ? 0.2f : 0.02f;
         for (int64_t i = 0; i < blocks * heads * block_size; ++i) store(scale, scales_.data(), i, kBf16);
-        std::memset(zeros_.data(), 7, static_cast<size_t>(blocks * heads * block_size));
+        std::memset(zeros_.data(), 7, blocks * heads * block_size);
     }
     const char* data() const { return codes_.data(); }
     int64_t head_stride() const { return block_size_ * vector_bytes_; }
     int64_t block_stride() const { return heads_ * head_stride(); }
     CodedSide side() const {
-        CodedSide side{};
-        side.code = code_;
-        side.code_bytes = vector_bytes_;
-        if (code_ != kCodeInt8 && code_ != kCodeInt4) return side;
-        const char* fields[] = {scales_.data(), code_ == kCodeInt4 ? zeros_.data() : nullptr};
-        for (int field = 0; field < 2 && fields[field]; ++field) {
-            side.field[field] = fields[field];
-            side.field_head_stride[field] = block_size_ * (field == 0 ? 2 : 1);
-            side.field_block_stride[field] = heads_ * side.field_head_stride[field];
-        }
-        return side;
+        return coded_side(code_, vector_bytes_, heads_, block_size_, scales_.data(), zeros_.data(), nullptr);
     }
 
   private:
     Code code_;
     int heads_, block_size_;
     int64_t vector_bytes_;
-    Memory codes_, scales_, zeros_;
+    HugePages codes_, scales_, zeros_;
 };
 
 bool g_exact = false;
@@ -245,7 +193,7 @@ void attention() {
     } kCases[] = {{16, 1024, 1}, {64, 4000, 1}, {16, 4000, 5}, {1, 512, 512}, {1, 2048, 2048}, {1, 8192, 2048}};
     for (const auto& [seqs, context, queries] : kCases) {
         const int64_t blocks = int64_t{seqs} * context / kBlock;
-        std::vector<int32_t> table, starts(1, 0), contexts(static_cast<size_t>(seqs), context);
+        std::vector<int32_t> table, starts(1, 0), contexts(seqs, context);
         std::vector<int64_t> rows;
         for (int32_t block = 1; block <= blocks; ++block) table.push_back(block);
         std::shuffle(table.begin(), table.end(), random_engine());
@@ -256,8 +204,8 @@ void attention() {
         const int64_t tokens = starts.back(), row_bytes = kHeads * kDim * 2;
         const Buffer query(tokens * row_bytes), out(tokens * row_bytes);
         fill_normal(query, kBf16);
-        for (const Codes& codes : kCodes) {
-            const Side keys(codes.key, blocks + 1, kKvHeads, kDim, kBlock),
+        for (const Codes& codes : {kPlain, kE4m3, kE5m2, kInt8, kK8V4, kInt4}) {
+            const DrawnSide keys(codes.key, blocks + 1, kKvHeads, kDim, kBlock),
                 values(codes.value, blocks + 1, kKvHeads, kDim, kBlock);
             AttentionCall call{};
             call.kv = {keys.data(),
@@ -351,10 +299,7 @@ struct Part {
     void (*run)();
     bool usual;
 };
-constexpr Part kParts[] = {{"products", products, true},
-                           {"attention", attention, true},
-                           {"threshold", threshold, false},
-                           {"pool", pool, false}};
+constexpr Part kParts[] = {{"products", products, true}, {"attention", attention, true}, {"pool", pool, false}};
 
 std::mt19937_64 g_engine{1};
 
@@ -384,8 +329,9 @@ int main(int argc, char** argv) {
                                [&](const Part& part) { return argument == part.name; })) {
             only = argument;
         } else {
-            std::fprintf(stderr, "usage: native_bench [products|attention|threshold|pool] [--threads N] "
-                                 "[--level NAME] [--weight FORMAT] [--exact]\n");
+            std::fprintf(stderr,
+                         "usage: native_bench [products|attention|pool] [--threads N] "
+                         "[--level NAME] [--weight FORMAT] [--exact]\n");
             return 2;
         }
     }

@@ -52,10 +52,8 @@ template <class T, std::size_t N> T random_of(const T (&choices)[N]) {
 class Buffer {
   public:
     explicit Buffer(int64_t bytes, int offset = 0)
-        : size_(bytes),
-          base_(static_cast<char*>(std::malloc(static_cast<std::size_t>(bytes + offset)))),
-          begin_(base_ + offset) {
-        std::memset(begin_, 0xff, static_cast<std::size_t>(bytes));
+        : size_(bytes), base_(static_cast<char*>(std::malloc(bytes + offset))), begin_(base_ + offset) {
+        std::memset(begin_, 0xff, bytes);
     }
     ~Buffer() { std::free(base_); }
     Buffer(const Buffer&) = delete;
@@ -103,6 +101,15 @@ inline void store(float value, char* to, int64_t index, Storage storage) {
 inline void fill_normal(const Buffer& buffer, Storage storage, float scale = 1.0f) {
     for (int64_t i = 0; i < buffer.size() / element_bytes(storage); ++i)
         store(random_normal() * scale, buffer.data(), i, storage);
+}
+// Plain keys and values in dense memory.
+inline LayerKV plain_layer(const char* key, const char* value, int64_t blocks, int kv_heads, int key_dim, int value_dim,
+                           int block_size, Storage storage) {
+    const int64_t token_bytes = block_size * element_bytes(storage), key_head = key_dim * token_bytes,
+                  value_head = value_dim * token_bytes;
+    const int key_units = storage == kBf16 ? key_dim / 2 : key_dim;
+    return {key,       value,     kv_heads * key_head, key_head, kv_heads * value_head, value_head, blocks, kv_heads,
+            key_units, value_dim, block_size,          storage};
 }
 // Relative bound of the error of rounding a result to its storage type.
 inline double rounding(Storage storage) { return storage == kBf16 ? 0x1p-8 : 0x1p-23; }

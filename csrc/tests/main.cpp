@@ -86,8 +86,9 @@ int main(int argc, char** argv) {
             argc = 0;
     }
     if (argc % 2 == 0 || (!level.empty() && isa_from_name(level.c_str()) == kNumIsas)) {
-        std::fprintf(stderr, "usage: native_tests [--level NAME] [--only PART_OF_A_NAME] [--except PART_OF_A_NAME] "
-                             "[--scale X] [--seed N]\n");
+        std::fprintf(stderr,
+                     "usage: native_tests [--level NAME] [--only PART_OF_A_NAME] [--except PART_OF_A_NAME] "
+                     "[--scale X] [--seed N]\n");
         return 2;
     }
     const auto seconds_since = [](auto begin) {

@@ -16,7 +16,7 @@ void check_row(const Batch& batch, const Memory& memory, size_t seq, int query, 
     for (int d = 0; d < batch.key_dim; ++d)
         q.push_back(load(memory.query.data(), row * batch.key_dim + d, batch.storage));
     if (batch.code.key == kCodeInt4) rotate(q, false);
-    const double sink = memory.sinks[static_cast<size_t>(head)];
+    const double sink = memory.sinks[head];
     double top = batch.with_sinks ? sink : -INFINITY, sum = 0;
     for (int token = low; token <= position; ++token) {
         const std::vector<double> key = memory.key(seq, token, kv_head);
@@ -29,13 +29,13 @@ void check_row(const Batch& batch, const Memory& memory, size_t seq, int query, 
     }
     for (double& weight : weights) sum += weight = std::exp(weight - top);
     if (batch.with_sinks) sum += std::exp(sink - top);
-    std::vector<double> expected(static_cast<size_t>(batch.value_dim)), sizes(expected.size(), 1e-9);
+    std::vector<double> expected(batch.value_dim), sizes(expected.size(), 1e-9);
     for (int token = low; token <= position; ++token) {
         std::vector<double> value = memory.value(seq, token, kv_head);
         if (batch.code.value == kCodeInt4) rotate(value, true);
         for (size_t d = 0; d < value.size(); ++d) {
-            expected[d] += weights[static_cast<size_t>(token - low)] / sum * value[d];
-            sizes[d] += weights[static_cast<size_t>(token - low)] / sum * std::abs(value[d]);
+            expected[d] += weights[token - low] / sum * value[d];
+            sizes[d] += weights[token - low] / sum * std::abs(value[d]);
         }
     }
     const double most = *std::max_element(sizes.begin(), sizes.end());
@@ -43,10 +43,9 @@ void check_row(const Batch& batch, const Memory& memory, size_t seq, int query, 
         // Weights are rounded to the storage type, and so is the result. Scores in float32 err the more the longer
         // keys are. A rotation spreads other errors of one dimension over all of them.
         const double plain = batch.storage == kBf16 ? 0x1p-6 : std::max(batch.key_dim, 256) * 0x1p-23;
-        const double bound =
-            batch.plain() ? (sizes[d] + 1e-6) * plain
-                          : most * (batch.storage == kBf16 ? 0x1p-6 : 0x1p-11) +
-                                std::abs(expected[d]) * rounding(batch.storage);
+        const double bound = batch.plain() ? (sizes[d] + 1e-6) * plain
+                                           : most * (batch.storage == kBf16 ? 0x1p-6 : 0x1p-11) +
+                                                 std::abs(expected[d]) * rounding(batch.storage);
         CHECK_NEAR(load(memory.out.data(), row * batch.value_dim + static_cast<int64_t>(d), batch.storage), expected[d],
                    bound,
                    "dimension " + std::to_string(d) + " of head " + std::to_string(head) + " of query " +
@@ -156,9 +155,9 @@ TEST(attention_with_copies_of_recent_blocks_has_the_same_bits_in_any_parts) {
         in_int8.code = kInt8;
         Memory memory(batch), copied(in_int8);
         const AttentionCall call = copied.call();
-        check_parts(batch, memory, i % 3 != 0,
-                    {call.kv, call.block_tables, call.block_table_stride, call.max_blocks, random_int(0, 3),
-                     random_int(1, 5)});
+        check_parts(
+            batch, memory, i % 3 != 0,
+            {call.kv, call.block_tables, call.block_table_stride, call.max_blocks, random_int(0, 3), random_int(1, 5)});
     }
 }
 
@@ -175,8 +174,9 @@ TEST(decodes_of_one_sequence_together_have_the_bits_of_each_alone) {
         const auto attend_to = [&](AttentionCall call) {
             call.exact = i % 2 == 0;
             if (with_copies)
-                call.copies = {of_copies.kv, of_copies.block_tables, of_copies.block_table_stride,
-                               of_copies.max_blocks, i % 4, 1 + i % 3};
+                call.copies = {
+                    of_copies.kv, of_copies.block_tables, of_copies.block_table_stride, of_copies.max_blocks, i % 4,
+                    1 + i % 3};
             attend(call);
         };
         describe_case(batch.describe() + (i % 2 ? "" : ", exact") + (with_copies ? ", copies" : ""));
@@ -225,9 +225,8 @@ TEST(what_a_query_does_not_see_leaves_its_bits) {
         attend(memory.call());
         for (int query = 0; query < queries; ++query)
             CHECK(batch.sees(context - queries + query, token) ||
-                  std::memcmp(memory.out.data() + query * batch.row_bytes(),
-                              &sound[static_cast<size_t>(query * batch.row_bytes())],
-                              static_cast<size_t>(batch.row_bytes())) == 0);
+                  std::memcmp(memory.out.data() + query * batch.row_bytes(), &sound[query * batch.row_bytes()],
+                              batch.row_bytes()) == 0);
     }
 }
 

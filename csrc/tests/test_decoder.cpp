@@ -19,8 +19,8 @@ class Model {
     Model(Storage storage, WeightFormat format) {
         const int heads = 4, kv_heads = 2, key_dim = 32, value_dim = 16;
         const float score_cap = random_bool() ? 20.0f : 0.0f, logits_cap = random_bool() ? 5.0f : 0.0f;
-        decoder.shape = {storage, kHiddenWidth, 150,       heads, kv_heads, key_dim, value_dim,
-                         0.2f,    score_cap,    0.5f,      logits_cap};
+        decoder.shape = {storage,   kHiddenWidth, 150,       heads, kv_heads,  key_dim,
+                         value_dim, 0.2f,         score_cap, 0.5f,  logits_cap};
         const int64_t pair = storage == kBf16 ? 2 : 1, element = element_bytes(storage);
         decoder.program.emplace_back(Scale{kResidual, 1.5f});
         const bool norms_after = random_bool(), parallel = random_bool(), gated = random_bool();
@@ -80,7 +80,7 @@ class Model {
             std::vector<int64_t> positions, slots, indices;
             for (int64_t i = 0; i < tokens; ++i) {
                 positions.push_back(begin + i);
-                slots.push_back(table[static_cast<size_t>((begin + i) / kBlock)] * kBlock + (begin + i) % kBlock);
+                slots.push_back(table[(begin + i) / kBlock] * kBlock + (begin + i) % kBlock);
                 indices.push_back(i);
             }
             const int32_t starts[] = {0, static_cast<int32_t>(tokens)},
@@ -153,7 +153,7 @@ class Model {
             fill_normal(rows, float_storage(format), 0.1f);
         }
         const Weight weight{room(packed_bytes(format, outputs, inputs)), outputs, inputs, format};
-        std::memset(weight.packed, 0, static_cast<size_t>(packed_bytes(format, outputs, inputs)));
+        std::memset(weight.packed, 0, packed_bytes(format, outputs, inputs));
         pack_rows(weight, rows.data(), row_bytes, outputs, {0, 1});
         return weight;
     }

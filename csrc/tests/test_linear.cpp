@@ -25,15 +25,15 @@ float quantise_block(const float* x, double* rounded) {
 // A row of activations as the kernels quantise it: computed in the same floats. Where a scale is large compared with
 // the row's others, what rounding took is quantised too.
 std::vector<double> quantised_row(const char* row, int64_t width, Storage storage) {
-    std::vector<double> rounded(static_cast<size_t>(width));
-    std::vector<float> scales, x(static_cast<size_t>(width));
-    for (int64_t i = 0; i < width; ++i) x[static_cast<size_t>(i)] = load(row, i, storage);
+    std::vector<double> rounded(width);
+    std::vector<float> scales, x(width);
+    for (int64_t i = 0; i < width; ++i) x[i] = load(row, i, storage);
     for (int64_t block = 0; block < width; block += 32) scales.push_back(quantise_block(&x[block], &rounded[block]));
     float limit = 0.0f;
     for (const float scale : scales) limit += scale * scale;
     limit *= scales.size() < 6 ? 2.0f / static_cast<float>(scales.size()) : 0.34f;
     for (int64_t block = 0; block < width; block += 32) {
-        const float scale = scales[static_cast<size_t>(block / 32)];
+        const float scale = scales[block / 32];
         if (!(scale * scale > limit)) continue;
         float rest[32];
         double finer[32];
@@ -87,25 +87,23 @@ void check_product(const TestWeight& weight, const Product& product) {
     // bf16 tiles see quantised weights rounded to bf16.
     const double part = quantised && !integers ? 0x1p-8 : 0x1p-21 * std::sqrt(static_cast<double>(inputs));
     for (int64_t row = 0; row < product.rows; ++row) {
-        std::vector<double> xs(static_cast<size_t>(inputs));
+        std::vector<double> xs(inputs);
         if (integers)
             xs = quantised_row(x.data() + row * x_stride, inputs, product.x_storage);
         else
-            for (int64_t i = 0; i < inputs; ++i)
-                xs[static_cast<size_t>(i)] = load(x.data() + row * x_stride, i, product.x_storage);
+            for (int64_t i = 0; i < inputs; ++i) xs[i] = load(x.data() + row * x_stride, i, product.x_storage);
         const auto sum = [&](int64_t output) {
             struct {
                 double value = 0, error = 1e-30;
             } s;
             for (int64_t i = 0; i < inputs; ++i) {
-                const double term =
-                    xs[static_cast<size_t>(i)] * weight.values[static_cast<size_t>(output * inputs + i)];
+                const double term = xs[i] * weight.values[output * inputs + i];
                 s.value += term;
                 s.error += std::abs(term);
             }
             // Q4 quants are stored with an offset, which is subtracted again.
             if (integers)
-                for (int64_t i = 0; i < inputs; ++i) s.error += std::abs(xs[static_cast<size_t>(i)]) * 0.01;
+                for (int64_t i = 0; i < inputs; ++i) s.error += std::abs(xs[i]) * 0.01;
             s.error *= part;
             if (product.with_bias) s.value += load(bias.data(), output, product.out_storage);
             s.error += std::abs(s.value) * rounding(product.out_storage);
@@ -200,7 +198,7 @@ TEST(products_have_the_recorded_bits) {
         const TestWeight weight(is_quantised(format) ? format : WeightFormat::q8_0, outputs, inputs);
         const Buffer stored(outputs * inputs * 2), packed(packed_bytes(WeightFormat::bf16, outputs, inputs));
         draw(stored);
-        std::memset(packed.data(), 0, static_cast<size_t>(packed.size()));
+        std::memset(packed.data(), 0, packed.size());
         const Weight floats{packed.data(), outputs, inputs, WeightFormat::bf16};
         pack_rows(floats, stored.data(), inputs * 2, outputs, {0, 1});
         for (const int64_t rows : {1, 2, 3, 4, 5, 8, 13}) {
@@ -242,9 +240,8 @@ TEST(rows_in_many_groups_have_the_bits_of_rows_in_one) {
         const bool exact = !is_quantised(format) && random_bool();
         multiply(together, 0, rows, exact);
         const int64_t step = is_quantised(format) ? 32 : random_int(6, 32);  // no fewer than tiles are used for
-        for (int64_t first = 0; first < rows; first += step)
-            multiply(apart, std::min(first, rows - step), step, exact);
-        CHECK(std::memcmp(together.data(), apart.data(), static_cast<size_t>(rows * out_stride)) == 0);
+        for (int64_t first = 0; first < rows; first += step) multiply(apart, std::min(first, rows - step), step, exact);
+        CHECK(std::memcmp(together.data(), apart.data(), rows * out_stride) == 0);
     }
 }
 
@@ -271,7 +268,7 @@ TEST(a_row_with_no_number_spoils_itself_alone) {
         multiply(spoilt);
         describe_case(std::string(name_of(format)) + ", row " + std::to_string(row) + " of " + std::to_string(rows));
         for (int64_t other = 0; other < rows; ++other) {
-            const size_t bytes = static_cast<size_t>(out_stride);
+            const size_t bytes = out_stride;
             if (other != row)
                 CHECK(std::memcmp(sound.data() + other * out_stride, spoilt.data() + other * out_stride, bytes) == 0);
             else if (is_quantised(format))
@@ -294,7 +291,7 @@ TEST_ONCE(rows_come_back_as_they_were_put) {
             const Buffer row(inputs * element_bytes(storage));
             unpack_row(weight.weight(), output, storage, row.data());
             for (int64_t input = 0; input < inputs; ++input) {
-                const double expected = weight.values[static_cast<size_t>(output * inputs + input)];
+                const double expected = weight.values[output * inputs + input];
                 CHECK_NEAR(load(row.data(), input, storage), expected,
                            quantised ? std::abs(expected) * rounding(storage) + 1e-7 : 0.0, "an unpacked weight");
             }
@@ -303,7 +300,7 @@ TEST_ONCE(rows_come_back_as_they_were_put) {
         // Gates and ups alternate, see Placement.
         const Buffer packed(packed_bytes(format, 2 * ((outputs + 15) / 16 * 16), inputs));
         const Weight both{packed.data(), 2 * ((outputs + 15) / 16 * 16), inputs, format};
-        std::memset(packed.data(), 0, static_cast<size_t>(packed.size()));
+        std::memset(packed.data(), 0, packed.size());
         for (int64_t first : {0, 16})
             pack_rows(both, weight.stored->data(), stored_row_bytes(format, inputs), outputs, {first, 2});
         for (int64_t output = 0; output < outputs; ++output)
@@ -311,7 +308,7 @@ TEST_ONCE(rows_come_back_as_they_were_put) {
                 const Buffer row(inputs * element_bytes(storage));
                 unpack_row(both, Placement{first, 2}.output(output), storage, row.data());
                 const char* stored = weight.stored->data() + output * stored_row_bytes(format, inputs);
-                CHECK(std::memcmp(row.data(), stored, static_cast<size_t>(row.size())) == 0);
+                CHECK(std::memcmp(row.data(), stored, row.size()) == 0);
             }
     }
 }

@@ -125,8 +125,7 @@ TEST_ONCE(machines_gather_what_each_rank_wrote_and_pass_messages_on) {
             for (int64_t row = 0; row < rows; ++row)
                 if (rank_of(row) == own) *reinterpret_cast<int*>(other.row(row)) = static_cast<int>(use + row);
             ranks.gather_rows(other, rank_of);
-            for (int64_t row = 0; row < rows; ++row)
-                wrong[own] += *reinterpret_cast<int*>(other.row(row)) != use + row;
+            for (int64_t row = 0; row < rows; ++row) wrong[own] += *reinterpret_cast<int*>(other.row(row)) != use + row;
         }
     };
     std::vector<std::thread> threads;

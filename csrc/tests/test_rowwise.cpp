@@ -1,4 +1,4 @@
-// Row-wise kernels, rotation and storing of keys and values, argmax.
+// Row-wise kernels, argmax.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -46,10 +46,10 @@ TEST(norms_agree_with_float64) {
         const Rows x(of_x, rows, width), residual(storage, rows, width), other(storage, rows, width),
             weight(kind == kRmsNorm ? storage : kF32, 1, width), bias(kF32, 1, width);
         const Rows& out = in_place ? residual : other;
-        std::vector<double> sums(static_cast<size_t>(rows * width));
+        std::vector<double> sums(rows * width);
         for (int64_t row = 0; row < rows; ++row)
             for (int64_t column = 0; column < width; ++column)
-                sums[static_cast<size_t>(row * width + column)] =
+                sums[row * width + column] =
                     rounded(double{x.at(row, column)} + (add ? residual.at(row, column) : 0.0), of_x);
         const Matrix added = residual.matrix();
         const NormWeights norm{kind, weight.buffer.data(), biased ? bias.buffer.as<float>() : nullptr, 1e-5f};
@@ -57,11 +57,10 @@ TEST(norms_agree_with_float64) {
         for (int64_t row = 0; row < rows; ++row) {
             double squares = 0, mean = 0;
             for (int64_t c = 0; c < width && kind == kLayerNorm; ++c)
-                mean += sums[static_cast<size_t>(row * width + c)] / static_cast<double>(width);
-            for (int64_t c = 0; c < width; ++c)
-                squares += std::pow(sums[static_cast<size_t>(row * width + c)] - mean, 2);
+                mean += sums[row * width + c] / static_cast<double>(width);
+            for (int64_t c = 0; c < width; ++c) squares += std::pow(sums[row * width + c] - mean, 2);
             for (int64_t c = 0; c < width; ++c) {
-                const double sum = sums[static_cast<size_t>(row * width + c)];
+                const double sum = sums[row * width + c];
                 if (add) CHECK_NEAR(x.at(row, c), sum, std::abs(sum) * 2 * rounding(of_x), "a residual");
                 const double deviation = std::sqrt(squares / static_cast<double>(width) + 1e-5);
                 const double factor = kind == kNoNorm ? 1 : weight.at(0, c) / deviation;
@@ -88,22 +87,20 @@ TEST(activations_sums_and_factors_agree_with_float64) {
             expected.push_back(activated(activation, x.at(at / width, at % width)));
         activate(storage, activation, x.matrix());
         for (int64_t at = 0; at < rows * width; ++at)
-            CHECK_NEAR(x.at(at / width, at % width), expected[static_cast<size_t>(at)],
-                       std::abs(expected[static_cast<size_t>(at)]) * (rounding(storage) + 1e-5) + 1e-6,
-                       "an activation");
+            CHECK_NEAR(x.at(at / width, at % width), expected[at],
+                       std::abs(expected[at]) * (rounding(storage) + 1e-5) + 1e-6, "an activation");
         for (int64_t at = 0; at < rows * width; ++at)
-            expected[static_cast<size_t>(at)] =
-                rounded(double{x.at(at / width, at % width)} + y.at(at / width, at % width), storage) * 1.25;
+            expected[at] = rounded(double{x.at(at / width, at % width)} + y.at(at / width, at % width), storage) * 1.25;
         add(storage, of_y, x.matrix(), y.matrix());
         scale(storage, x.matrix(), 1.25f);
         for (int64_t at = 0; at < rows * width; ++at)
-            CHECK_NEAR(x.at(at / width, at % width), expected[static_cast<size_t>(at)],
-                       std::abs(expected[static_cast<size_t>(at)]) * 2 * rounding(storage), "a scaled sum");
+            CHECK_NEAR(x.at(at / width, at % width), expected[at], std::abs(expected[at]) * 2 * rounding(storage),
+                       "a scaled sum");
         for (int64_t at = 0; at < rows * width; ++at)
-            expected[static_cast<size_t>(at)] = 3 * std::tanh(double{capped.at(at / width, at % width)} / 3);
+            expected[at] = 3 * std::tanh(double{capped.at(at / width, at % width)} / 3);
         softcap(capped.matrix(), 3.0f);
         for (int64_t at = 0; at < rows * width; ++at)
-            CHECK_NEAR(capped.at(at / width, at % width), expected[static_cast<size_t>(at)], 1e-6, "a capped number");
+            CHECK_NEAR(capped.at(at / width, at % width), expected[at], 1e-6, "a capped number");
     }
 }
 
@@ -145,112 +142,13 @@ TEST(argmax_is_the_first_of_the_largest_or_the_first_nan) {
                 for (int64_t c = 0; c < width; ++c) x.set(row, c, -INFINITY);
             if (kind == 3) x.set(row, place(), INFINITY);
         }
-        std::vector<int64_t> found(static_cast<size_t>(rows), -1);
+        std::vector<int64_t> found(rows, -1);
         argmax(storage, x.matrix(), found.data());
         for (int64_t row = 0; row < rows; ++row) {
             int64_t expected = 0;
             for (int64_t c = 0; c < width && !std::isnan(x.at(row, expected)); ++c)
                 if (std::isnan(x.at(row, c)) || x.at(row, c) > x.at(row, expected)) expected = c;
-            CHECK(found[static_cast<size_t>(row)] == expected);
-        }
-    }
-}
-
-TEST(rotation_writes_keys_and_values_to_their_slots) {
-    constexpr int kBlocks[] = {16, 32, 48}, kDims[] = {16, 48, 64, 80, 128};
-    for (int i = cases(30); i > 0; --i) {
-        const Storage storage = static_cast<Storage>(random_int(0, 1));
-        const int element = element_bytes(storage), pair = storage == kBf16 ? 2 : 1;
-        const int key_dim = random_of(kDims), value_dim = random_of(kDims), heads = random_int(1, 5),
-                  kv_heads = random_int(1, 3), block_size = random_of(kBlocks);
-        const int rotary = 2 * random_int(0, key_dim / 2);
-        const int64_t tokens = random_int(0, 50), num_blocks = tokens / block_size + 3, positions = 100;
-        const bool norms = random_bool();
-        set_num_threads(random_int(1, 4));
-        describe_case("storage " + std::to_string(storage) + " key " + std::to_string(key_dim) + " value " +
-                      std::to_string(value_dim) + " rotary " + std::to_string(rotary) + " block " +
-                      std::to_string(block_size));
-        const Rows qkv(storage, tokens, int64_t{heads} * key_dim + int64_t{kv_heads} * (key_dim + value_dim)),
-            before(storage, tokens, qkv.width), query_norm(storage, 1, key_dim), key_norm(storage, 1, key_dim);
-        for (int64_t t = 0; t < tokens; ++t)
-            std::memcpy(before.buffer.data() + t * before.stride, qkv.buffer.data() + t * qkv.stride,
-                        static_cast<size_t>(qkv.width * element));
-        const Buffer key(num_blocks * kv_heads * block_size * key_dim * element),
-            value(num_blocks * kv_heads * block_size * value_dim * element);
-        const Rows cos(kF32, 1, positions * rotary / 2), sin(kF32, 1, positions * rotary / 2);
-        std::vector<int64_t> at(static_cast<size_t>(tokens)), slots;
-        for (int64_t& position : at) position = random_int(0, static_cast<int>(positions) - 1);
-        for (int64_t slot = 0; slot < num_blocks * block_size; ++slot) slots.push_back(slot);
-        std::shuffle(slots.begin(), slots.end(), random_engine());
-        slots.resize(static_cast<size_t>(tokens));
-        const LayerKV kv{key.data(),
-                         value.data(),
-                         int64_t{kv_heads} * block_size * key_dim * element,
-                         int64_t{block_size} * key_dim * element,
-                         int64_t{kv_heads} * block_size * value_dim * element,
-                         int64_t{block_size} * value_dim * element,
-                         num_blocks,
-                         kv_heads,
-                         key_dim / pair,
-                         value_dim,
-                         block_size,
-                         storage};
-        RopeTask task{};
-        task.qkv = qkv.buffer.data();
-        task.qkv_stride = qkv.stride;
-        task.kv = &kv;
-        task.cos = cos.buffer.as<float>();
-        task.sin = sin.buffer.as<float>();
-        task.positions = at.data();
-        task.slots = slots.data();
-        if (norms) {
-            task.query_norm = {kRmsNorm, query_norm.buffer.data(), nullptr, 1e-5f};
-            task.key_norm = {kRmsNorm, key_norm.buffer.data(), nullptr, 1e-5f};
-        }
-        task.num_heads = heads;
-        task.key_dim = key_dim;
-        task.rotary_dim = rotary;
-        rope_write(storage, task, tokens);
-
-        for (int64_t t = 0; t < tokens; ++t) {
-            const int64_t block = slots[static_cast<size_t>(t)] / block_size,
-                          offset = slots[static_cast<size_t>(t)] % block_size;
-            for (int head = 0; head < heads + kv_heads; ++head) {
-                std::vector<double> x(static_cast<size_t>(key_dim));
-                double squares = 0;
-                for (int d = 0; d < key_dim; ++d) squares += std::pow(before.at(t, head * key_dim + d), 2);
-                for (int d = 0; d < key_dim; ++d) {
-                    const Rows& weight = head < heads ? query_norm : key_norm;
-                    x[static_cast<size_t>(d)] = before.at(t, head * key_dim + d);
-                    if (norms) x[static_cast<size_t>(d)] *= weight.at(0, d) / std::sqrt(squares / key_dim + 1e-5);
-                }
-                for (int d = 0; d < key_dim; ++d) {
-                    const int half = rotary / 2, other = d < half ? d + half : d - half;
-                    double expected = x[static_cast<size_t>(d)], size = std::abs(expected);
-                    if (d < rotary) {
-                        const int64_t angle = at[static_cast<size_t>(t)] * half + d % half;
-                        const double c = cos.at(0, angle), s = sin.at(0, angle) * (d < half ? -1 : 1);
-                        expected = expected * c + x[static_cast<size_t>(other)] * s;
-                        size = std::abs(x[static_cast<size_t>(d)] * c) + std::abs(x[static_cast<size_t>(other)] * s);
-                    }
-                    float got = qkv.at(t, head * key_dim + d);
-                    if (head >= heads) {
-                        const char* at_head =
-                            key.data() + block * kv.key_block_stride + (head - heads) * kv.key_head_stride;
-                        const float stored =
-                            load(at_head, (int64_t{d / pair} * block_size + offset) * pair + d % pair, storage);
-                        CHECK(stored == got);
-                    }
-                    CHECK_NEAR(got, expected, size * (4 * rounding(storage) + 1e-6), "a rotated dimension");
-                }
-            }
-            for (int head = 0; head < kv_heads; ++head)
-                for (int d = 0; d < value_dim; ++d) {
-                    const char* at_head = value.data() + block * kv.value_block_stride + head * kv.value_head_stride;
-                    const int64_t index = (offset / pair * value_dim + d) * pair + offset % pair;
-                    const int64_t column = int64_t{heads + kv_heads} * key_dim + int64_t{head} * value_dim + d;
-                    CHECK(load(at_head, index, storage) == before.at(t, column));
-                }
+            CHECK(found[row] == expected);
         }
     }
 }

@@ -82,13 +82,13 @@ TEST(filters_keep_the_most_likely) {
         CHECK(drawn.sound);
         std::vector<double> masses;
         for (int64_t t = 0; t < row.vocab; ++t) masses.push_back(std::exp(row.at(t)));
-        const double own = masses[static_cast<size_t>(drawn.token_id)];
+        const double own = masses[drawn.token_id];
         std::sort(masses.begin(), masses.end(), std::greater<double>());
         CHECK(own >= draw.min_p * masses[0] * (1 - 1e-5));
-        if (draw.top_k) CHECK(own >= masses[static_cast<size_t>(draw.top_k - 1)]);
+        if (draw.top_k) CHECK(own >= masses[draw.top_k - 1]);
         double above = 0, total = 0;
         for (size_t t = 0; t < masses.size(); ++t) {
-            if (draw.top_k && masses[t] < masses[static_cast<size_t>(draw.top_k - 1)]) break;
+            if (draw.top_k && masses[t] < masses[draw.top_k - 1]) break;
             if (masses[t] < draw.min_p * masses[0]) break;
             total += masses[t];
             if (masses[t] > own) above += masses[t];
@@ -123,10 +123,15 @@ TEST(scores_are_log_probabilities_and_ranks) {
     for (int i = cases(40); i > 0; --i) {
         const MaskedRow row(random_of(kVocabs));
         const int64_t most = random_int(0, static_cast<int>(std::min<int64_t>(20, row.vocab)));
-        std::vector<int64_t> ids(static_cast<size_t>(most));
+        std::vector<int64_t> ids(most);
         std::vector<float> logprobs(ids.size());
-        Score score{row.logits.as<float>(), random_int(0, static_cast<int>(row.vocab) - 1), most, ids.data(),
-                    logprobs.data(), 0.0f, 0};
+        Score score{row.logits.as<float>(),
+                    random_int(0, static_cast<int>(row.vocab) - 1),
+                    most,
+                    ids.data(),
+                    logprobs.data(),
+                    0.0f,
+                    0};
         describe_case("vocab " + std::to_string(row.vocab) + " top " + std::to_string(most));
         score_tokens(&score, 1, row.vocab);
         double total = 0;
@@ -137,7 +142,7 @@ TEST(scores_are_log_probabilities_and_ranks) {
         }
         CHECK(score.rank == rank);
         CHECK_NEAR(score.logprob, row.at(score.token_id) - std::log(total), 1e-4, "a log-probability");
-        std::vector<int64_t> order(static_cast<size_t>(row.vocab));
+        std::vector<int64_t> order(row.vocab);
         std::iota(order.begin(), order.end(), 0);
         std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return row.at(a) > row.at(b); });
         for (size_t t = 0; t < ids.size(); ++t) {
@@ -159,7 +164,7 @@ TEST(a_penalty_is_applied_to_each_token_once) {
             if (random_bool()) ids.push_back(t);
         std::vector<bool> penalised(expected.size());
         for (const int64_t id : ids)
-            if (id >= 0 && id < row.vocab) penalised[static_cast<size_t>(id)] = true;
+            if (id >= 0 && id < row.vocab) penalised[id] = true;
         for (size_t t = 0; t < expected.size(); ++t)
             if (penalised[t]) expected[t] = expected[t] > 0 ? expected[t] / 1.5f : expected[t] * 1.5f;
         const Repetition repetition{row.logits.as<float>(), ids.data(), sorted, static_cast<int64_t>(ids.size()), 1.5f};
@@ -178,7 +183,7 @@ TEST(amounts_are_added_to_the_tokens_that_there_are) {
             if (random_bool()) {
                 ids.push_back(t);
                 amounts.push_back(0.5f * static_cast<float>(t % 7));
-                if (t >= 0 && t < row.vocab) expected[static_cast<size_t>(t)] += amounts.back();
+                if (t >= 0 && t < row.vocab) expected[t] += amounts.back();
             }
         const Addition addition{row.logits.as<float>(), ids.data(), amounts.data(), static_cast<int64_t>(ids.size())};
         add_amounts(&addition, 1, row.vocab);
@@ -191,8 +196,8 @@ TEST(rows_are_drawn_alike_by_any_number_of_threads) {
     const Buffer logits(64 * 500 * 4);
     fill_normal(logits, kF32, 2.0f);
     for (int i = 0; i < 64; ++i)
-        draws.push_back({logits.as<float>() + i * 500, nullptr, (i + 0.5) / 64, i % 3 ? 1.0 : 0.8, 1.0f, 0.0f,
-                         i % 4 ? 0 : 9});
+        draws.push_back(
+            {logits.as<float>() + i * 500, nullptr, (i + 0.5) / 64, i % 3 ? 1.0 : 0.8, 1.0f, 0.0f, i % 4 ? 0 : 9});
     std::vector<Drawn> alone(64), together(64);
     for (size_t i = 0; i < 64; ++i) draw_tokens(&draws[i], 1, 500, &alone[i]);
     set_num_threads(random_int(2, 4));

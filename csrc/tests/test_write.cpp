@@ -1,9 +1,104 @@
-// Writing of new keys and values, which codecs encode.
+// Rotation and writing of new keys and values, which codecs encode.
+#include <numeric>
+
 #include "attention_case.h"
 #include "ops.h"
 
 namespace octavo::test {
 namespace {
+
+std::vector<int64_t> random_slots(int64_t count) {
+    std::vector<int64_t> slots(count);
+    std::iota(slots.begin(), slots.end(), 0);
+    std::shuffle(slots.begin(), slots.end(), random_engine());
+    return slots;
+}
+
+// Without norms and rotation.
+RopeTask rope_task(const LayerKV& kv, const Buffer& qkv, int64_t stride, const std::vector<int64_t>& positions,
+                   const std::vector<int64_t>& slots, int heads) {
+    RopeTask task{};
+    task.qkv = qkv.data();
+    task.qkv_stride = stride;
+    task.kv = &kv;
+    task.positions = positions.data();
+    task.slots = slots.data();
+    task.num_heads = heads;
+    task.key_dim = kv.key_dim();
+    return task;
+}
+
+// Queries and keys are rotated, half a head apart, after their norms; values stay as they are.
+TEST(rotation_writes_keys_and_values_to_their_slots) {
+    constexpr int kBlocks[] = {16, 32, 48}, kDims[] = {16, 48, 64, 80, 128};
+    for (int i = cases(30); i > 0; --i) {
+        const auto storage = static_cast<Storage>(random_int(0, 1));
+        const int key_dim = random_of(kDims), value_dim = random_of(kDims), heads = random_int(1, 5),
+                  kv_heads = random_int(1, 3), block_size = random_of(kBlocks), tokens = random_int(0, 50);
+        const int rotary = 2 * random_int(0, key_dim / 2), half = rotary / 2, num_positions = 100;
+        const int width = (heads + kv_heads) * key_dim + kv_heads * value_dim;
+        const int64_t num_blocks = tokens / block_size + 3,
+                      stride = (width + random_int(0, 5)) * element_bytes(storage);
+        const bool norms = random_bool();
+        set_num_threads(random_int(1, 4));
+        describe_case("storage " + std::to_string(storage) + " key " + std::to_string(key_dim) + " value " +
+                      std::to_string(value_dim) + " rotary " + std::to_string(rotary) + " block " +
+                      std::to_string(block_size));
+        const Buffer qkv(tokens * stride), before(tokens * stride), cos(num_positions * half * 4),
+            sin(num_positions * half * 4), query_norm(key_dim * element_bytes(storage)),
+            key_norm(key_dim * element_bytes(storage));
+        for (const Buffer* angles : {&cos, &sin}) fill_normal(*angles, kF32);
+        for (const Buffer* drawn : {&qkv, &query_norm, &key_norm}) fill_normal(*drawn, storage);
+        if (tokens) std::memcpy(before.data(), qkv.data(), before.size());
+        const Side keys(kCodePlain, storage, true, num_blocks, kv_heads, key_dim, block_size),
+            values(kCodePlain, storage, false, num_blocks, kv_heads, value_dim, block_size);
+        const LayerKV kv = plain_layer(keys.codes.data(), values.codes.data(), num_blocks, kv_heads, key_dim, value_dim,
+                                       block_size, storage);
+        std::vector<int64_t> positions(tokens);
+        for (int64_t& position : positions) position = random_int(0, num_positions - 1);
+        const std::vector<int64_t> slots = random_slots(num_blocks * block_size);
+        RopeTask task = rope_task(kv, qkv, stride, positions, slots, heads);
+        task.cos = cos.as<float>();
+        task.sin = sin.as<float>();
+        task.rotary_dim = rotary;
+        if (norms) {
+            task.query_norm = {kRmsNorm, query_norm.data(), nullptr, 1e-5f};
+            task.key_norm = {kRmsNorm, key_norm.data(), nullptr, 1e-5f};
+        }
+        rope_write(storage, task, tokens);
+        for (int token = 0; token < tokens; ++token) {
+            const int64_t block = slots[token] / block_size;
+            const int offset = static_cast<int>(slots[token] % block_size);
+            const auto old = [&](int column) { return load(before.data() + token * stride, column, storage); };
+            for (int head = 0; head < heads + kv_heads; ++head) {
+                std::vector<double> x(key_dim), stored;
+                double squares = 0;
+                for (int d = 0; d < key_dim; ++d) squares += std::pow(x[d] = old(head * key_dim + d), 2);
+                for (int d = 0; norms && d < key_dim; ++d)
+                    x[d] *= load((head < heads ? query_norm : key_norm).data(), d, storage) /
+                            std::sqrt(squares / key_dim + 1e-5);
+                if (head >= heads) stored = keys.decode(block, head - heads, offset);
+                for (int d = 0; d < key_dim; ++d) {
+                    const int other = d < half ? d + half : d - half;
+                    double expected = x[d], size = std::abs(expected);
+                    if (d < rotary) {
+                        const int64_t angle = positions[token] * half + d % half;
+                        const double c = cos.as<float>()[angle], s = sin.as<float>()[angle] * (d < half ? -1 : 1);
+                        expected = x[d] * c + x[other] * s;
+                        size = std::abs(x[d] * c) + std::abs(x[other] * s);
+                    }
+                    const float got = load(qkv.data() + token * stride, head * key_dim + d, storage);
+                    CHECK(head < heads || stored[d] == got);
+                    CHECK_NEAR(got, expected, size * (4 * rounding(storage) + 1e-6), "a rotated dimension");
+                }
+            }
+            for (int head = 0; head < kv_heads; ++head)
+                for (int d = 0; d < value_dim; ++d)
+                    CHECK(values.decode(block, head, offset)[d] ==
+                          old((heads + kv_heads) * key_dim + head * value_dim + d));
+        }
+    }
+}
 
 TEST(what_is_written_is_within_half_a_step_of_its_code) {
     for (int i = cases(40); i > 0; --i) {
@@ -18,20 +113,11 @@ TEST(what_is_written_is_within_half_a_step_of_its_code) {
         const Buffer qkv(int64_t{tokens} * width * element_bytes(batch.storage));
         fill_normal(qkv, batch.storage);
         const LayerKV kv = layer_of(batch, keys, values, blocks);
-        std::vector<int64_t> slots, positions(static_cast<size_t>(tokens), 0);
-        for (int64_t slot = 0; slot < blocks * block_size; ++slot) slots.push_back(slot);
-        std::shuffle(slots.begin(), slots.end(), random_engine());
-        RopeTask task{};
-        task.qkv = qkv.data();
-        task.qkv_stride = int64_t{width} * element_bytes(batch.storage);
-        task.kv = &kv;
-        task.positions = positions.data();
-        task.slots = slots.data();
-        task.num_heads = heads;
-        task.key_dim = batch.key_dim;
+        const std::vector<int64_t> slots = random_slots(blocks * block_size), positions(tokens, 0);
+        const RopeTask task = rope_task(kv, qkv, width * element_bytes(batch.storage), positions, slots, heads);
         rope_write(batch.storage, task, tokens);
         const auto check = [&](const Side& side, Code code, int token, int head, int first, int dim) {
-            const int64_t slot = slots[static_cast<size_t>(token)], block = slot / block_size;
+            const int64_t slot = slots[token], block = slot / block_size;
             const int offset = static_cast<int>(slot % block_size);
             const std::vector<double> found = side.decode(block, head, offset);
             std::vector<double> expected;
@@ -71,17 +157,9 @@ TEST(what_is_not_finite_is_stored_alike_at_every_level) {
             fill_normal(qkv, kF32);
             store(odd, qkv.data(), 2 * kDim + 5, kF32);
             const LayerKV kv = layer_of(batch, keys, values, 1);
-            const int64_t slot = 3, position = 0;
-            RopeTask task{};
-            task.qkv = qkv.data();
-            task.qkv_stride = 3 * kDim * 4;
-            task.kv = &kv;
-            task.positions = &position;
-            task.slots = &slot;
-            task.num_heads = 1;
-            task.key_dim = kDim;
-            rope_write(kF32, task, 1);
-            const std::vector<double> found = values.decode(0, 0, static_cast<int>(slot));
+            constexpr int kSlot = 3;
+            rope_write(kF32, rope_task(kv, qkv, 3 * kDim * 4, {0}, {kSlot}, 1), 1);
+            const std::vector<double> found = values.decode(0, 0, kSlot);
             if (code == kCodeInt8) {
                 for (const double x : found) CHECK(std::isnan(x));  // zero, times a scale that is not finite
                 continue;

@@ -11,9 +11,9 @@
 
 namespace octavo::test {
 
-constexpr const char* kFormatNames[kNumWeightFormats] = {
-    "bf16", "f32",  "coded bf16", "Q4_0", "Q4_1", "Q5_0",   "Q5_1",   "Q8_0",
-    "Q2_K", "Q3_K", "Q4_K",       "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
+constexpr const char* kFormatNames[kNumWeightFormats] = {"bf16", "f32",    "coded bf16", "Q4_0", "Q4_1", "Q5_0",
+                                                         "Q5_1", "Q8_0",   "Q2_K",       "Q3_K", "Q4_K", "Q5_K",
+                                                         "Q6_K", "IQ4_NL", "IQ4_XS",     "MXFP4"};
 
 inline WeightFormat random_format() { return static_cast<WeightFormat>(random_int(0, kNumWeightFormats - 1)); }
 // A number of inputs that the format allows, at most `most` but for a block's.
@@ -83,8 +83,8 @@ inline double stored_weight(WeightFormat format, const uint8_t* block, int i) {
     const uint8_t* pairs = block + 4;
     const int scale = run < 4 ? pairs[run] & 63 : (pairs[run + 4] & 15) + (pairs[run - 4] >> 6) * 16;
     const int minimum = run < 4 ? pairs[run + 4] & 63 : (pairs[run + 4] >> 4) + (pairs[run] >> 6) * 16;
-    const int quant = format == q4_k ? nibble(block + 16, 32)
-                                     : nibble(block + 48, 32) + 16 * (block[16 + i % 32] >> run & 1);
+    const int quant =
+        format == q4_k ? nibble(block + 16, 32) : nibble(block + 48, 32) + 16 * (block[16 + i % 32] >> run & 1);
     return half(0) * scale * quant - half(2) * minimum;
 }
 
@@ -96,7 +96,7 @@ struct TestWeight {
     std::vector<double> values;  // [outputs][inputs]
 
     TestWeight(WeightFormat format, int64_t outputs, int64_t inputs)
-        : outputs(outputs), inputs(inputs), format(format), values(static_cast<size_t>(outputs * inputs)) {
+        : outputs(outputs), inputs(inputs), format(format), values(outputs * inputs) {
         const WeightFormat plain = format == WeightFormat::bf16_coded ? WeightFormat::bf16 : format;
         const int64_t row_bytes = stored_row_bytes(plain, inputs);
         stored = std::make_unique<Buffer>(row_bytes * outputs);
@@ -106,7 +106,7 @@ struct TestWeight {
             else
                 draw_floats(stored->data() + output * row_bytes, &values[output * inputs]);
         packed = std::make_unique<Buffer>(packed_bytes(plain, outputs, inputs));
-        std::memset(packed->data(), 0, static_cast<size_t>(packed->size()));
+        std::memset(packed->data(), 0, packed->size());
         pack_rows({packed->data(), outputs, inputs, plain}, stored->data(), row_bytes, outputs, {0, 1});
         if (format == WeightFormat::bf16_coded) encode_packed();
     }
