@@ -250,18 +250,18 @@ def test_a_prompt_of_one_token_has_no_scored_token(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "error", "message"),
     [
-        ({"prompt_token_ids": []}, {}, RequestError, "the prompt is empty"),
-        ("", {}, RequestError, "the prompt is empty"),
+        ({"prompt_token_ids": []}, {}, RequestError, "prompt must not be empty"),
+        ("", {}, RequestError, "prompt must not be empty"),
         (
             {"prompt_token_ids": [3, VOCAB]},
             {},
             RequestError,
-            "token id 320 in prompt is out of range: the vocabulary has ids 0 to 319",
+            "prompt must contain token ids from 0 to 319, got 320",
         ),
-        ({"prompt_token_ids": [3, -1]}, {}, RequestError, "token id -1 in prompt is out of range"),
-        ({"prompt_token_ids": [3, "4"]}, {}, RequestError, "prompt must contain token ids, got '4'"),
-        (IDS, {"stop_token_ids": [999]}, RequestError, "token id 999 in stop_token_ids is out of range"),
-        (IDS, {"logit_bias": {321: 1.0}}, RequestError, "token id 321 in logit_bias is out of range"),
+        ({"prompt_token_ids": [3, -1]}, {}, RequestError, "prompt must contain token ids from 0 to 319, got -1"),
+        ({"prompt_token_ids": [3, "4"]}, {}, RequestError, "prompt must contain token ids from 0 to 319, got '4'"),
+        (IDS, {"stop_token_ids": [999]}, RequestError, "stop_token_ids must contain token ids from 0 to 319, got 999"),
+        (IDS, {"logit_bias": {321: 1.0}}, RequestError, "logit_bias must contain token ids from 0 to 319, got 321"),
         (IDS, {"max_tokens": 253}, ContextLengthError, "256 tokens, but 257 were requested: 4 in the prompt and 253"),
         ({"prompt_token_ids": [3] * 256}, {"max_tokens": None}, ContextLengthError, "the prompt alone has 256"),
         (IDS, {"n": 9}, CapacityError, "n is 9, but at most 8 sequences run at once"),
@@ -301,7 +301,9 @@ def test_the_largest_request_that_fits_is_served(make_llm: MakeLLM, tiny_llama: 
 
 
 def test_among_many_prompts_the_faulty_one_is_named_and_none_is_queued(llm: LLM) -> None:
-    with pytest.raises(RequestError, match=r"^prompt 2: token id 400 ") as caught:
+    with pytest.raises(
+        RequestError, match=r"^prompt 2: prompt must contain token ids from 0 to 319, got 400"
+    ) as caught:
         llm.generate(["a", "b", {"prompt_token_ids": [400]}, "c"], GREEDY, use_tqdm=False)
     assert caught.value.param == "prompt"
     with pytest.raises(RequestError, match=r"^prompt 1: unknown key 'salt'"):

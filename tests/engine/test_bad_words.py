@@ -88,7 +88,11 @@ def test_bad_words_hold_after_a_preemption() -> None:
 @pytest.mark.parametrize(
     ("params", "param", "says"),
     [
-        ({"allowed_token_ids": [5, 999]}, "allowed_token_ids", "token id 999 in allowed_token_ids is out of range"),
+        (
+            {"allowed_token_ids": [5, 999]},
+            "allowed_token_ids",
+            "must contain token ids from 0 to 319, got 999",
+        ),
         ({"allowed_token_ids": [9], "stop_token_ids": [9], "min_tokens": 1}, "allowed_token_ids", "rule them all out"),
         ({"bad_words": ["x" * 65]}, "bad_words", "65 characters in one entry, but at most 64"),
         ({"bad_words": ["x"] * 129}, "bad_words", "129 entries, but at most 128"),

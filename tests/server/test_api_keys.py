@@ -80,7 +80,7 @@ def test_a_request_may_wait_longer_than_others_but_not_go_before_them(guarded: R
     assert ask(5).status_code == 200
     refused = ask(-1)
     assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == "priority must be at least 0 for this API key"
+    assert refused.json()["error"]["message"] == "priority must be at least 0 for this API key, got -1"
 
 
 def test_a_tenants_name_is_stable_and_does_not_hold_the_key() -> None:

@@ -94,7 +94,7 @@ def test_a_stop_string_is_named(start_server: Callable[..., Running]) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({}, "Missing required parameter: 'prompt'"),
+        ({}, "prompt is required"),
         ({"prompt": "x", "repeat_penalty": 0}, "repeat_penalty must"),
         ({"prompt": "x", "n_probs": 21}, "n_probs must"),
         ({"prompt": "x", "logit_bias": [1]}, "logit_bias must be a list"),
@@ -163,7 +163,7 @@ def test_of_long_texts_what_is_far_from_the_middle_is_cut_off(infilling: Running
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"input_prefix": "a"}, "Missing required parameter: 'input_suffix'"),
+        ({"input_prefix": "a"}, "input_suffix is required"),
         ({"input_prefix": "a", "input_suffix": "", "input_extra": [{"text": 1}]}, "input_extra[0] must have"),
         ({"input_prefix": "a", "input_suffix": "", "n_predict": 2.5}, "n_predict"),
         ({"input_prefix": "a", "input_suffix": "", "n_predict": -3}, "n_predict"),

@@ -185,7 +185,7 @@ def test_cache_control_of_another_form_is_refused(real: RealServer, control: Any
 def test_at_most_four_messages_are_marked(real: RealServer) -> None:
     marked = {"role": "user", "content": "x", "cache_control": {"type": "ephemeral"}}
     error = real.error("/v1/chat/completions", {"messages": [marked] * 5}, 400)
-    assert "at most 4 messages" in error["message"]
+    assert "messages must have at most 4 with cache_control, got 5" in error["message"]
 
 
 def test_pins_are_listed_and_let_go_by_the_admin(real: RealServer) -> None:

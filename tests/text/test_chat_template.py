@@ -134,7 +134,7 @@ def test_text_parts_become_lines_of_one_string() -> None:
 def test_content_that_is_no_text_is_the_clients_error(content: Any, words: str) -> None:
     with pytest.raises(RequestError, match=r"messages\[1\]\.content.*" + words) as error:
         render_chat(SMOLLM2, [{"role": "user", "content": "Hi"}, {"role": "user", "content": content}])
-    assert error.value.param == "messages"
+    assert error.value.param == "messages[1].content"
 
 
 def test_a_model_without_a_template_points_to_completions() -> None:
@@ -143,7 +143,7 @@ def test_a_model_without_a_template_points_to_completions() -> None:
 
 
 def test_an_empty_conversation_is_refused() -> None:
-    with pytest.raises(RequestError, match="at least one message"):
+    with pytest.raises(RequestError, match="messages must not be empty"):
         render_chat(SMOLLM2, [])
 
 

@@ -37,13 +37,13 @@ def test_an_array_is_checked_and_kept() -> None:
     prompt = array("i", [5] * 30_000)
     assert packed_token_ids(prompt, 2000, "prompt") is prompt
     prompt[-1] = 2000
-    with pytest.raises(RequestError, match="token id 2000 in prompt is out of range"):
+    with pytest.raises(RequestError, match="prompt must contain token ids from 0 to 1999, got 2000"):
         packed_token_ids(prompt, 2000, "prompt")
 
 
 @pytest.mark.parametrize("wrong", [2000, -1, True, 1.0, "1"])
 def test_an_id_far_behind_is_refused_as_well(wrong: object) -> None:
-    with pytest.raises(RequestError, match=r"token id|must contain token ids"):
+    with pytest.raises(RequestError, match="must contain token ids"):
         packed_token_ids([*[5] * 30_000, wrong], 2000, "prompt")  # type: ignore[list-item]
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from octavo.config import EngineConfig
 from octavo.engine.inspection import EngineInfo
-from octavo.errors import ContextLengthError, RequestError
+from octavo.errors import ContextLengthError, FieldError, RequestError
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.kv_budget import KVBudget, choose_budget
 from octavo.pooling import PooledStates
@@ -179,9 +179,10 @@ class InputProcessor:
         bad_word_ids = self._bad_word_ids(params.bad_words)
         self._check_choice(params, bad_word_ids)
         if params.use_beam_search and params.num_sequences > self.vocab_size:
-            raise RequestError(
-                f"{params.num_sequences} beams cannot differ in a vocabulary of {self.vocab_size} tokens",
-                param=params.width_param,
+            raise FieldError(
+                params.width_param,
+                f"must be at most {self.vocab_size}, the vocabulary's tokens, with use_beam_search, "
+                f"got {params.num_sequences}",
             )
         return bad_word_ids
 
@@ -232,7 +233,7 @@ class InputProcessor:
             prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         token_ids = packed_token_ids(prompt, self.vocab_size, "prompt")
         if not token_ids:
-            raise RequestError("the prompt is empty: it must have at least one token", param="prompt")
+            raise FieldError("prompt", "must not be empty")
         return token_ids
 
     def require_tokenizer(self) -> Tokenizer:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from octavo.errors import ConfigError, RequestError
+from octavo.errors import ConfigError, FieldError, shown
 from octavo.option import nearest
 from octavo.request import RequestContext
 from octavo.toml_file import read_toml
@@ -96,7 +96,7 @@ class Client:
             priority = int(min(max(0, low), high))
         elif not low <= priority <= high:
             allowed = f"at least {low}" if high == inf else f"between {low} and {high}"
-            raise RequestError(f"priority must be {allowed} for this API key", param="priority")
+            raise FieldError("priority", f"must be {allowed} for this API key, got {shown(priority)}")
         return RequestContext(
             request_id=request_id,
             priority=priority,
@@ -111,11 +111,9 @@ class Client:
     def check_prompts(self, num_prompts: int) -> None:
         """Raise `RequestError` if a body has more prompts than may wait at once, so that it could never be admitted."""
         if self.max_waiting_requests is not None and num_prompts > self.max_waiting_requests:
-            raise RequestError(
-                f"prompt has {num_prompts} prompts, but at most {self.max_waiting_requests} requests of this API "
-                "key's tenant may wait",
-                param="prompt",
-            )
+            most = self.max_waiting_requests
+            problem = f"has {num_prompts} prompts, but at most {most} requests of this API key's tenant may wait"
+            raise FieldError("prompt", problem)
 
 
 ANYBODY = Client(min_priority=None)

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.errors import RequestError, shortened
+from octavo.errors import FieldError, shortened
 from octavo.server.access import client_of
 from octavo.server.answer_json import json_bytes
 from octavo.server.answers.chat import ChatAnswer
@@ -69,11 +69,9 @@ class OpenAIApi(Handlers):
         read = await self._read_response(request, client_of(request.scope).tenant)
         # Otherwise checked when the engine takes the request.
         if (given := read.params.max_tokens or 0) > self._engine.info.max_model_len:
-            raise RequestError(
-                f"max_output_tokens is {given}, but this model's maximum context length is "
-                f"{self._engine.info.max_model_len} tokens",
-                param="max_output_tokens",
-            )
+            longest = self._engine.info.max_model_len
+            problem = f"must be at most {longest}, this model's maximum context length, got {given}"
+            raise FieldError("max_output_tokens", problem)
         counted = {"object": "response.input_tokens", "input_tokens": len(read.prompt.token_ids)}
         return self._handling.respond_json(read.sent, json_bytes(counted))
 
@@ -107,7 +105,7 @@ class OpenAIApi(Handlers):
     async def retrieve_response(self, request: Request) -> Response:
         """A stored response."""
         if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
-            raise RequestError("a stored response cannot be streamed: its events are not kept", param="stream")
+            raise FieldError("stream", "must be false for a stored response: its events are not kept")
         tenant = client_of(request.scope).tenant
         return json_response(self._stored(tenant, request.path_params["response_id"], "response_id").response)
 

@@ -19,7 +19,7 @@ import jinja2.parser
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from octavo.errors import ConfigError, RequestError
+from octavo.errors import ConfigError, FieldError, RequestError, shown
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Exceptions of a template on unexpected messages, apart from its own errors. RuntimeError: it recurses too deeply.
@@ -54,7 +54,7 @@ def render_chat(
             "this model has no chat template: send a plain prompt to /v1/completions instead", param="messages"
         )
     if not messages:
-        raise RequestError("messages must contain at least one message", param="messages")
+        raise FieldError("messages", "must not be empty")
     conversation = [_normalize(message, index) for index, message in enumerate(messages)]
     try:
         pieces = _compile(template).generate(
@@ -147,7 +147,7 @@ def _normalize(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return a message as templates expect it: keys without value removed, text parts joined, and reasoning under all
     names that templates use for it."""
     if not isinstance(message, Mapping):
-        raise RequestError(f"messages[{index}] must be an object, got {type(message).__name__}", param="messages")
+        raise FieldError(f"messages[{index}]", f"must be an object, got {shown(message)}")
     present = {key: value for key, value in message.items() if value is not None}
     if "content" in present:
         present["content"] = _text(present["content"], index)
@@ -162,12 +162,12 @@ def _text(content: Any, index: int) -> str:
         return content
     where = f"messages[{index}].content"
     if not isinstance(content, list | tuple):
-        raise RequestError(f"{where} must be a string or a list of parts, got {content!r}", param="messages")
+        raise FieldError(where, f"must be a string or a list of parts, got {shown(content)}")
     texts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RequestError(f"{where} may contain parts of type 'text' only, got {kind!r}", param="messages")
+            raise FieldError(where, f"must contain parts of type 'text' only, got {shown(kind)}")
         texts.append(part["text"])
     return "\n".join(texts)
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from octavo.errors import ContextLengthError, FieldError, RequestError, shown
+from octavo.errors import ContextLengthError, FieldError, shown
 
 # Number of ids converted at a time, which takes a fraction of a millisecond; other threads may run in between.
 SLICE_TOKENS = 8192
@@ -94,10 +94,5 @@ def _are_all_known(ids: Sequence[int], vocab_size: int) -> bool:
 
 def _refuse_first_unknown(ids: Sequence[int], vocab_size: int, param: str) -> None:
     for token_id in ids:
-        if type(token_id) is not int:
-            raise FieldError(param, f"must contain token ids, got {shown(token_id)}")
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"token id {shown(token_id)} in {param} is out of range: the vocabulary has ids 0 to {vocab_size - 1}",
-                param=param,
-            )
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise FieldError(param, f"must contain token ids from 0 to {vocab_size - 1}, got {shown(token_id)}")

@@ -263,7 +263,7 @@ def test_a_message_that_cannot_be_used_is_named(server: Running, message: Any, p
     ("body", "param", "says"),
     [
         ({"messages": []}, "messages", "must not be empty"),
-        ({}, "messages", "Missing required parameter"),
+        ({}, "messages", "messages is required"),
         ({"messages": "hi"}, "messages", "a list of objects"),
         ({"messages": [USER], "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),

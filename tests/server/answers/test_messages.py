@@ -170,7 +170,7 @@ def test_cache_control_pins_the_prefix_up_to_it(client: anthropic.Anthropic, ser
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "only 'custom'"),
         ({"tool_choice": {"type": "some"}}, 'tool_choice.type must be "auto"'),
         ({"tool_choice": {"type": {}}}, 'tool_choice.type must be "auto"'),
-        ({"max_tokens": None}, "Missing required parameter: 'max_tokens'"),
+        ({"max_tokens": None}, "max_tokens is required"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences has 17 entries, but at most 16"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"container": {"skills": []}}, "container is not supported"),

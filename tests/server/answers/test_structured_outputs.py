@@ -118,7 +118,11 @@ def test_a_stream_adds_up_to_json(server: RealServer) -> None:
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least one"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "non-empty strings, got 1"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "not a valid JSON Schema"),
-        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_*", "more than once"),
+        (
+            {"guided_regex": "a", "structured_outputs": {"regex": "a"}},
+            "guided_*",
+            "cannot be combined with structured_outputs",
+        ),
         ({"guided_whitespace_pattern": " "}, "structured_outputs", "none of them"),
         ({"guided_json": {"not": {}}}, "structured_outputs", "Unimplemented keys"),
         ({"guided_regex": "a" * 4001}, "structured_outputs", "4001 bytes of regex, but at most 4000"),

@@ -254,7 +254,11 @@ def test_a_template_with_calls_in_an_unknown_format_is_told_of_tools_in_the_syst
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"tools": [*TOOLS, WEATHER]}, "tools[2].function.name", "two tools are called 'get_weather'"),
+        (
+            {"tools": [*TOOLS, WEATHER]},
+            "tools[2].function.name",
+            "must differ from other tools'",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search' is not supported"),
         ({"tools": [{"function": 1}]}, "tools[0].function", "must be an object"),
         ({"tools": [{"function": {}}]}, "tools[0].function.name", "1 to 128 letters"),
@@ -263,13 +267,13 @@ def test_a_template_with_calls_in_an_unknown_format_is_told_of_tools_in_the_syst
         ({"tools": [{"function": {"name": "f", "description": 1}}]}, "tools[0].function.description", "a string"),
         ({"tools": [{"function": {"name": f"f{i}"}} for i in range(129)]}, "tools", "129 tools, but at most 128"),
         ({"tools": [{"function": {"name": "f", "description": "x" * 300_000}}]}, "tools", "at most 262144 are allowed"),
-        ({"tools": None, "tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", "without tools"),
         ({"tool_choice": "sometimes"}, "tool_choice", 'must be "none", "auto"'),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "not one of the tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "must name one of the tools"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice", "needs a mode"),
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}},
-            *("tool_choice", "allows 'g', which is not one of the tools"),
+            *("tool_choice", "must name tools of this request, got 'g'"),
         ),
     ],
 )

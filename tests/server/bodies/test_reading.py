@@ -102,7 +102,7 @@ def test_a_process_that_was_started_ahead_and_has_ended_is_replaced() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [10, SMALL_BODY, MEDIUM_BODY])
 def test_a_refusal_is_the_same_wherever_it_is_found(size: int) -> None:
-    with pytest.raises(RequestError, match="token id 999 in prompt is out of range") as refusal:
+    with pytest.raises(RequestError, match="prompt must contain token ids from 0 to 257, got 999") as refusal:
         read(reading(), {"prompt": [1] * size + [999]})
     assert refusal.value.param == "prompt"
     with pytest.raises(ApiError, match="`other` does not exist") as missing:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.errors import FieldError, RequestError, shown
+from octavo.errors import FieldError, shown
 from octavo.request_limits import RequestLimits
 from octavo.server.bodies.tools import checked_calls
 
@@ -120,7 +120,7 @@ def cache_marks(messages: list[dict[str, Any]]) -> list[CacheMark]:
         if found:
             marks.append(CacheMark(index, max(found)))
     if len(marks) > MAX_MARKS:
-        raise RequestError(f"at most {MAX_MARKS} messages may have cache_control, got {len(marks)}", param="messages")
+        raise FieldError("messages", f"must have at most {MAX_MARKS} with cache_control, got {len(marks)}")
     return marks
 
 
@@ -140,7 +140,5 @@ def _ttl_seconds(control: Any, where: str) -> float:
     match = re.fullmatch(r"([0-9]{1,6})([smh])", ttl) if isinstance(ttl, str) else None
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 0 < seconds <= MAX_TTL_SECONDS:
-        raise RequestError(
-            f'{param}.ttl must be like "30s", "5m" or "1h", at most "24h", got {shown(ttl)}', param=param
-        )
+        raise FieldError(f"{param}.ttl", f'must be like "30s", "5m" or "1h", at most "24h", got {shown(ttl)}')
     return float(seconds)

@@ -289,7 +289,7 @@ def filled(declared: type[Body], given: Mapping[str, Any], limits: RequestLimits
             sampling[each.target] = checked
     for name in _required(_as_key(declared)):
         if given.get(name) is None and (known[name].types or name not in given):
-            raise RequestError(f"Missing required parameter: '{where}{name}'.", param=where + name)
+            raise FieldError(where + name, "is required")
     return declared(**kept, **({"sampling": sampling} if declared.PARAMETERS else {}))
 
 
@@ -297,9 +297,8 @@ def drop_unknown(declared: type[Declared], given: dict[str, Any], *, strict: boo
     """Remove fields that a body does not have, and return their names; raise `RequestError` if they are refused."""
     unknown = [name for name, value in _drop_unknown(declared, given) if strict or value is not None]
     if unknown and strict:
-        plural = "s" if len(unknown) > 1 else ""
-        message = f"Unrecognized request argument{plural} supplied: {named(unknown)}"
-        raise RequestError(message, param=shortened(unknown[0]))
+        words = "are not fields" if len(unknown) > 1 else "is not a field"
+        raise RequestError(f"{named(unknown)} {words} of this request", param=shortened(unknown[0]))
     return tuple(map(shortened, unknown[:MOST_NOTED]))
 
 
@@ -326,10 +325,10 @@ def json_object(raw: bytes) -> dict[str, Any]:
         given = from_json(raw)
     except ValueError as error:
         if str(error).startswith("recursion limit"):
-            raise RequestError(f"The request body is nested more than {MOST_NESTED} levels deep.") from None
-        raise RequestError(f"The request body is not valid JSON: {error}.") from None
+            raise RequestError(f"the request body must be nested at most {MOST_NESTED} levels deep") from None
+        raise RequestError(f"the request body must be valid JSON: {error}") from None
     if not isinstance(given, dict):
-        raise RequestError("The request body must be a JSON object.")
+        raise RequestError("the request body must be a JSON object")
     return given
 
 

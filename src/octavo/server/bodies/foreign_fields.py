@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from octavo.errors import FieldError, RequestError, shown
+from octavo.errors import FieldError, shown
 from octavo.server.bodies.fields import named
 from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER
 
@@ -110,7 +110,7 @@ def _translate_format(given: dict[str, Any], form: Any) -> None:
     if form is None or form == "":
         return
     if given.get("response_format") is not None:
-        raise RequestError("the output is described more than once: by format and response_format", param="format")
+        raise FieldError("format", "cannot be combined with response_format")
     if form == "json":
         given["response_format"] = {"type": "json_object"}
     elif isinstance(form, dict):

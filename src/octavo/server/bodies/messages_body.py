@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
-from octavo.errors import FieldError, RequestError, shown
+from octavo.errors import FieldError, shown
 from octavo.server.bodies.chat_messages import check_mark, part_text, text_of
 from octavo.server.bodies.fields import EXAMPLE_CHAT, RequestBody, Schema, Served, StreamedBody, taken, unsupported
 from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER, messages_of, tools_of
@@ -188,9 +188,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> dict[str, Any]:
         return {**fields, "tool_choice": {"type": "function", "function": {"name": choice.get("name")}}}
     known = {"auto": "auto", "any": "required", "none": "none"}
     if not isinstance(kind, str) or kind not in known:
-        raise RequestError(
-            f'tool_choice.type must be "auto", "any", "tool" or "none", got {shown(kind)}', param="tool_choice"
-        )
+        raise FieldError("tool_choice.type", f'must be "auto", "any", "tool" or "none", got {shown(kind)}')
     return {**fields, "tool_choice": known[kind]}
 
 

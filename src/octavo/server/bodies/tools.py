@@ -13,7 +13,7 @@ from octavo.dialect.detection import Render, TemplateCalls, template_calls
 from octavo.dialect.formats import CallFormat, call_format, reasoning_format
 from octavo.dialect.parser import Dialect
 from octavo.dialect.writing import with_tools_described
-from octavo.errors import FieldError, RequestError, shown
+from octavo.errors import FieldError, shown
 from octavo.request_limits import RequestLimits
 from octavo.server.bodies.fields import Declared, taken
 from octavo.structured_outputs import StructuredOutputsParams
@@ -56,17 +56,17 @@ def checked_tools(tools: list[dict[str, Any]] | None, choice: Any, limits: Reque
     named, required = _choice(choice)
     if not tools:
         if required or named is not None:
-            raise FieldError("tool_choice", f"is {shown(choice)}, but there are no tools")
+            raise FieldError("tool_choice", f'must be "none" or "auto" without tools, got {shown(choice)}')
         return ToolUse()
     limits.check_tools(len(tools), tools)
     names = [_checked_name(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     for i, name in enumerate(names):
         if name in names[:i]:
-            raise RequestError(f"two tools are called {shown(name)}", param=f"tools[{i}].function.name")
+            raise FieldError(f"tools[{i}].function.name", f"must differ from other tools' names, got {shown(name)}")
     if named is not None and named not in names:
-        raise FieldError("tool_choice", f"names {shown(named)}, which is not one of the tools")
+        raise FieldError("tool_choice", f"must name one of the tools, got {shown(named)}")
     if unknown := [name for name in allowed or () if name not in names]:
-        raise FieldError("tool_choice", f"allows {shown(unknown[0])}, which is not one of the tools")
+        raise FieldError("tool_choice", f"must name tools of this request, got {shown(unknown[0])}")
     if choice == "none":
         return ToolUse()
     offered = [tool for tool, name in zip(tools, names, strict=True) if allowed is None or name in allowed]
@@ -201,7 +201,7 @@ def structured_outputs_of(
     }
     given = [name for name, wanted in found.items() if wanted is not None]
     if len(given) > 1:
-        raise RequestError(f"the output is described more than once: by {' and '.join(given)}", param=given[1])
+        raise FieldError(given[1], f"cannot be combined with {given[0]}")
     return found[given[0]] if given else None
 
 
@@ -221,10 +221,7 @@ def _of_response_format(given: Mapping[str, Any] | None) -> StructuredOutputsPar
     described = given.get("json_schema") if direct is None else {"schema": direct}
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(described, dict) or not isinstance(schema, (dict, bool)):
-        raise RequestError(
-            'response_format must be {"type": "json_schema", "json_schema": {"schema": {…}}}',
-            param="response_format.json_schema",
-        )
+        raise FieldError("response_format.json_schema", 'must be {"schema": {…}}, got ' + shown(described))
     strict = described.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise FieldError("response_format.json_schema.strict", f"must be true or false, got {shown(strict)}")
