@@ -170,9 +170,8 @@ class EngineConfig(Options):
     )
     kv_budget: str | dict | None = _cache(  # type: ignore[type-arg]  # noqa: RUF009 (the default is None)
         None,
-        "limit on the tokens a sequence keeps in the KV cache or reads in a step (docs/serve/kv_budgets.md), such "
-        'as \'{"mode": "sinks", "tokens": 2048}\', or a .toml file written by `octavo calibrate --entropy`; '
-        "requests may set a smaller one; default: none",
+        "most tokens that a sequence keeps or reads in a step (docs/serve/kv_budgets.md), such as "
+        '\'{"mode": "sinks", "tokens": 2048}\', or a .toml file of `octavo calibrate --entropy`; default: none',
         metavar="JSON|FILE",
         read=lambda given: str(KVBudget.parse(given)),
     )
@@ -189,9 +188,8 @@ class EngineConfig(Options):
     )
     kv_cache_dtype: str = _cache(
         "auto",
-        f"format of keys and values (docs/serve/kv_codecs.md): {', '.join(KV_CACHE_DTYPES)}; or a .toml file with "
-        "a format per layer, written by `octavo calibrate --search`; auto: the checkpoint's kv_cache_scheme, or "
-        "the model's dtype",
+        f"format of keys and values (docs/serve/kv_codecs.md): {', '.join(KV_CACHE_DTYPES)}, or a .toml file of "
+        "`octavo calibrate --search`; auto: the checkpoint's kv_cache_scheme, or the model's dtype",
         metavar="NAME|FILE",
         read=checked_kv_cache_dtype,
     )
@@ -219,7 +217,7 @@ class EngineConfig(Options):
     pin_budget: float = _cache(0.25, "largest fraction of the KV cache that pinned prefixes may use", least=0, most=1)
     kv_events_config: KVEventsConfig | None = _cache(  # noqa: RUF009 (the default is None)
         None,
-        "publish KV cache events for routers (docs/operate/route.md); a JSON object with vLLM's fields, such as "
+        "publish KV cache events (docs/operate/route.md): a JSON object with vLLM's fields, such as "
         '\'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}\'; needs octavo[events]',
         metavar="JSON",
     )
@@ -248,9 +246,8 @@ class EngineConfig(Options):
     kv_disk_size: int = _below("20GiB", "maximum size of --kv-disk", unit=BYTES, least=1, needs="kv_disk")
     kv_remote: str | None = _below(
         None,
-        "Redis or Valkey where servers of one model share prefixes: redis://HOST:PORT/DB, rediss:// for TLS, or "
-        "unix://PATH; ?ttl=SECONDS expires unused blocks; a password is visible in `ps`: prefer "
-        "$OCTAVO_KV_REMOTE; needs octavo[redis]",
+        "Redis or Valkey where servers of one model share prefixes (docs/serve/tiers.md): redis://HOST:PORT/DB, "
+        "rediss:// or unix://PATH; visible in `ps`: prefer $OCTAVO_KV_REMOTE; needs octavo[redis]",
         metavar="URL",
         packages=_REDIS,
         secret=True,
@@ -265,9 +262,8 @@ class EngineConfig(Options):
     )
     kv_neighbours: str | None = _below(
         None,
-        "address at which this server offers its blocks to servers of the same model, and fetches theirs when a "
-        "router suggests it (docs/operate/route.md); needs --kv-remote-secret, --kv-demotion all and "
-        "octavo[redis]",
+        "address at which servers of the same model fetch blocks from this one (docs/operate/route.md); needs "
+        "--kv-remote-secret, --kv-demotion all and octavo[redis]",
         metavar="HOST:PORT",
         check=check_address,
         needs="kv_remote_secret",
@@ -284,17 +280,16 @@ class EngineConfig(Options):
     )
     itl_slo_ms: float | None = _scheduling(
         None,
-        "target inter-token latency in milliseconds: prompts are computed in chunks small enough to meet it, and "
-        "if tenants' streams exceed it together, they take turns; none: no target; default: 500 in octavo serve, "
-        "otherwise none",
+        "target inter-token latency in milliseconds: prompts are chunked to meet it, and tenants' streams take turns "
+        "if they exceed it; none: no target; default: 500 in octavo serve, otherwise none",
         unit=MILLISECONDS,
         above=0,
         none=True,
     )
     scheduling_policy: Literal["fcfs", "priority", "vtc"] = _scheduling(
         "fcfs",
-        "order in which waiting requests are admitted; fcfs: by priority, then arrival; priority: with ageing, "
-        "and urgent requests preempt others; vtc: fair shares for tenants (docs/operate/fairness.md)",
+        "order of waiting requests; fcfs: by priority, then arrival; priority: with ageing, and urgent requests "
+        "preempt others; vtc: fair shares for tenants (docs/operate/fairness.md)",
         removed={"dlpm": "vtc"},
     )
     preemption_mode: Literal["auto", "recompute", "swap"] = _scheduling(
@@ -307,9 +302,8 @@ class EngineConfig(Options):
     )
     speculative_config: SpeculativeConfig | None = _scheduling(  # noqa: RUF009 (the default is None)
         None,
-        "turn on speculative decoding (docs/serve/speculation.md): a JSON object with method (ngram, suffix or "
-        "draft_model), model (for draft_model), num_speculative_tokens (8), prompt_lookup_min (2) and "
-        "prompt_lookup_max (8)",
+        "speculative decoding (docs/serve/speculation.md): a JSON object with method (ngram, suffix or "
+        "draft_model), model (for draft_model), num_speculative_tokens (8) and other fields",
         metavar="JSON",
     )
     limits: RequestLimits = _scheduling(  # noqa: RUF009 (the default is frozen)

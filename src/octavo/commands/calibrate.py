@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from octavo.calibration.text import Text
 
 DESCRIPTION = """\
-Run a model over text and choose how to quantise its KV cache (docs/serve/kv_codecs.md). Without --search: write the
-scales of an fp8 or nvfp4 cache to a file next to the model, where `octavo serve` finds it. With --search: write a codec
-for the keys and the values of each layer, for --kv-cache-dtype FILE. With --entropy: write the --kv-budget given, with
-the entropy of attention in each layer, to a file next to the model, for --kv-budget FILE (docs/serve/kv_budgets.md).
+Choose how to quantise a model's KV cache, by running it over text (docs/serve/kv_codecs.md). By default, write the
+scales of an fp8 or nvfp4 cache to a file next to the model.
 """
 
 
@@ -42,13 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--percentile", type=float, default=99.99, metavar="P", help="percentile for --method percentile"
     )
-    group.add_argument(
-        "--search", action="store_true", help="search for a codec for the keys and the values of each layer"
-    )
+    group.add_argument("--search", action="store_true", help="search for a codec per layer, for --kv-cache-dtype FILE")
     group.add_argument(
         "--entropy",
         action="store_true",
-        help="measure the entropy of attention in each layer, by which a --kv-budget is divided",
+        help="divide the --kv-budget given by the entropy of attention in each layer, for --kv-budget FILE",
     )
     group.add_argument(
         "--bits", type=float, default=6.0, metavar="B", help="with --search: mean bits per value, without scales"

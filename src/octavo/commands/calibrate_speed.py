@@ -8,9 +8,8 @@ from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_engine_options
 
 DESCRIPTION = """\
-Start `octavo serve` with the engine options, send it requests for a minute and a half, fit a model of step times, and
-write its coefficients, their bootstrap intervals and its error to a file for `octavo simulate --speed FILE`. Nothing
-else should run on the machine meanwhile.
+Measure `octavo serve` with these engine options for a minute and a half, and write a model of its step times for
+`octavo simulate --speed FILE`. Nothing else should run on the machine meanwhile.
 """
 
 

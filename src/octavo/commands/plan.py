@@ -17,11 +17,8 @@ from octavo.planner.plan_options import PlanOptions
 from octavo.units import format_bytes
 
 DESCRIPTION = """\
-Compute the memory that a model needs for a workload (weights, activations and KV cache, by the code that allocates
-them) and how many sequences fit: on this machine, or on another one, given by --machine or by --memory and --device.
-Nothing is loaded or downloaded: a config.json, a GGUF file or the name of a well-known model (--list) is enough. Keys
-and values are counted exactly, weights to within a per cent, activations are estimated. Byte counts are totals over all
-devices unless stated otherwise.
+Compute the memory that a model needs for a workload, and how many sequences fit. Nothing is loaded or downloaded: a
+config.json, a GGUF file or the name of a well-known model (--list) is enough.
 """
 
 
@@ -92,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
 
         if not computes_bf16():
             report["notes"].append("this CPU lacks bf16 instructions: `octavo serve` here takes --dtype float32")
+    if hasattr(args, "memory") and not hasattr(args, "device"):
+        report["notes"].append("--memory is taken as a GPU's: give --device cpu too for a machine without one")
     print(json.dumps(report) if args.json else "\n".join(_tables(report)))
     if args.plot:
         _draw(report, args.plot)

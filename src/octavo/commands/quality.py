@@ -24,9 +24,8 @@ EXIT_WORSE = 1
 _BEYOND = 1 << 20  # tokens of a context that sinks go beyond
 
 DESCRIPTION = """\
-Compare codecs of the KV cache with the unquantised one: perplexity, KL divergence, agreement, retrieval. With
---kv-budget, compare a budget, or a JSON list of them, with everything kept, in --codecs too: memory, perplexity,
-retrieval, two questions on a document, sums.
+Compare codecs of the KV cache, or KV budgets (--kv-budget), with the full-precision, unlimited cache: perplexity,
+retrieval and, for codecs, KL divergence and agreement.
 """
 
 

@@ -15,10 +15,8 @@ from octavo.server.http.logs import configure_logging
 logger = logging.getLogger("octavo.route")
 
 DESCRIPTION = """\
-Send each request to the server with most of its prompt cached, weighed against the servers' load. Start all servers
-with the same --router-key and with --kv-events-config. Give the router the servers' --keys-file too, because each
-tenant's prompts are cached separately. Options can also be set in the environment or a TOML file, as for
-`octavo serve`.
+Send each request to the server that has most of its prompt cached, weighed against load (docs/operate/route.md). All
+servers need the same --router-key, --kv-events-config and, if there is one, --keys-file.
 """
 
 

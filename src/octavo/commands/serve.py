@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("octavo.serve")
 
 DESCRIPTION = """\
-Serve a model over HTTP, with OpenAI's API. The most common options are MODEL, --host, --port, --keys-file,
---served-model-name, --max-model-len, --max-num-seqs, --kv-cache-memory, --kv-cache-dtype and --kv-disk. Every option
-can also be set in the environment (OCTAVO_MAX_NUM_SEQS=64; lists are separated by commas) or in a TOML file
-(max_num_seqs = 64). Flags override the environment, which overrides the file.
+Serve a model over HTTP, with OpenAI's API. Every option can also be set in the environment (OCTAVO_MAX_NUM_SEQS=64) or
+in a TOML file (max_num_seqs = 64); flags override the environment, which overrides the file.
 """
 
 

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from octavo.simulator.setup import Plan
 
 DESCRIPTION = """\
-Run the scheduler and the cache of `octavo serve` on a virtual clock, under any traffic, and report time to first token,
-inter-token latency, throughput, cache hits and preemptions. A step's time comes from a model that was fitted to this
-machine (`octavo calibrate-speed`, --speed), from recorded plans (--plans), or, as an estimate, from a machine's data
-sheet (--machine). Engine options mean what they mean to `octavo serve`. See docs/size/simulator.md.
+Run the scheduler and the cache of `octavo serve` on a virtual clock, under any traffic, and report its latencies,
+throughput, cache hits and preemptions (docs/size/simulator.md).
 """
 
 

@@ -10,8 +10,7 @@ from octavo.workloads.workload import NAMED_WORKLOADS
 
 DESCRIPTION = """\
 Play the same requests at one memory budget with several block sizes; 'max' is one contiguous block of max_model_len
-tokens a sequence. Unless --max-model-len is given, that is 2048 or the model's own limit, whichever is less. With
---codecs, the same with several codecs of the KV cache.
+tokens per sequence (default: 2048, or less if the model supports less).
 """
 
 
