@@ -314,6 +314,8 @@ def test_a_cpu_without_bf16_is_noted_where_it_matters(
 
 def test_a_process_on_a_cpu_is_counted(plan: Callable[..., Any]) -> None:
     answer = plan("smollm2", "--device", "cpu", "--memory", "8GiB")
+    assert not any("as a GPU's" in note for note in answer["notes"])
+    assert any("as a GPU's: give --device cpu" in note for note in plan("smollm2", "--memory", "8GiB")["notes"])
     assert answer["process_bytes"] == 383 << 20
     parts = ("weight_bytes_per_device", "activation_bytes_per_device", "kv_bytes_total_per_device", "process_bytes")
     null_block = answer["block_bytes_per_device"]

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from octavo.attention.reference import ReferenceAttention
+from octavo.checkpoint.hf_config import read_hf_config
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.models.transformers_bridge import TransformersModel
 from tests.attention.batches import PagedSequences
@@ -309,6 +310,14 @@ def test_an_encoder_decoder_is_refused_before_its_weights_are_read(tmp_path: Pat
         TransformersModel.load(tmp_path, dtype=torch.float32)
     transformers.BartConfig().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="BartForCausalLM: an encoder's states do not live in blocks"):
+        TransformersModel.load(tmp_path, dtype=torch.float32)
+
+
+def test_a_decoder_that_attends_by_itself_is_refused_for_that(tmp_path: Path) -> None:
+    """XGLM states its sizes by names of its own."""
+    transformers.XGLMConfig(num_layers=1, attention_heads=2, d_model=16).save_pretrained(tmp_path)
+    assert read_hf_config(tmp_path).num_heads == 2
+    with pytest.raises(UnsupportedModelError, match="XGLMForCausalLM: its layers do not attend through"):
         TransformersModel.load(tmp_path, dtype=torch.float32)
 
 
