@@ -22,7 +22,7 @@ namespace {
 //     item   | split 0 | split 1 | split 2 | split 3 | split 4 |
 //     tasks  |      node 0       |      node 1       | node 2  |  -> ((0, 1), (2, 3)), 4
 //
-// The thread that plans writes little of each item; whoever computes it makes its AttendTask (task_of).
+// The thread that plans writes little of each item; the thread that computes it makes its AttendTask (task_of).
 struct Item {
     int seq, head, kv_head, kv_heads, group_size;  // the first query head, and the KV heads that it is of
     int begin, num_tokens;                         // counted from the sequence's first new token

@@ -1,4 +1,4 @@
-// Where the keys and values of a layer lie.
+// The memory layout of a layer's keys and values.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct CodedSide {
 // One layer's keys and values, laid out as in storage/arena.py. A unit is four bytes: a pair of bf16 or one float.
 //   key    [block][kv_head][key_units][block_size] units        key_units = key_dim / pair
 //   value  [block][kv_head][block_size / pair][value_dim] units
-// Or values are latents, the last value_dim dimensions of keys, and `value` is where these lie.
+// Or values are latents, the last value_dim dimensions of keys, and `value` points to these.
 struct LayerKV {
     const char *key, *value;
     int64_t key_block_stride, key_head_stride, value_block_stride, value_head_stride;  // bytes

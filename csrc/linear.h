@@ -20,7 +20,7 @@ int64_t packed_bytes(WeightFormat, int64_t outputs, int64_t inputs);
 int64_t stored_row_bytes(WeightFormat, int64_t inputs);  // of one output in checkpoints and GGUF files
 int64_t block_inputs(WeightFormat);                      // what a weight's inputs must be a multiple of
 
-// How a coded weight lies in memory: | header | panels | first escape of each panel | escapes |
+// The layout of a coded weight: | header | panels | first escape of each panel | escapes |
 struct CodedWeight {
     int64_t panels, pairs;  // pairs of units per panel
     int64_t panel_bytes() const { return pairs * kCodedPairBytes; }
@@ -62,7 +62,7 @@ struct Placement {
 
 // Packs stored rows into `weight`, whose padding must already be zero.
 void pack_rows(const Weight& weight, const char* rows, int64_t row_stride, int64_t num_rows, Placement);
-// Numbers in bf16 as floats. They may lie in the second half of `to`.
+// Numbers in bf16 as floats. They may be in the second half of `to`.
 void widen(const char* from, int64_t count, float* to);
 // Unpacks one output's weights as floats or, unless they are floats, as bf16, for an embedding tied to a packed head.
 void unpack_row(const Weight& weight, int64_t output, Storage, char* to);

@@ -117,7 +117,7 @@ void argmax(Storage storage, const Matrix& logits, int64_t* out) {
     const int tasks = static_cast<int>(best.size());
     const bool worth_threads = logits.rows * logits.width >= 2 * kElementsWorthAThread;
     if (worth_threads) parallel_for(tasks, find);
-    // One task wakes nobody, but what it compares are subnormal numbers as they are, even if its thread flushes them.
+    // One task wakes no thread, but compares subnormal numbers as they are, even if its thread flushes them.
     parallel_for(1, [&](int) {
         if (!worth_threads)
             for (int i = 0; i < tasks; ++i) find(i);

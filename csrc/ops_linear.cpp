@@ -68,7 +68,7 @@ PackedRows& own_rows() {
     return rows;
 }
 
-// A number that no other round has: a thread tells by it whether the rows in its memory are those of the current one.
+// A number unique to the round: a thread compares it to see whether the rows in its memory are those of this round.
 uint64_t next_call() {
     static std::atomic<uint64_t> calls{0};
     return calls.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -148,7 +148,7 @@ class Product {
                  static_cast<int64_t>(weight_.format));
     }
 
-    // Packs a group of a block, groups [begin, end), which lies in `packed` from row `at` on.
+    // Packs a group of a block, groups [begin, end), which is in `packed` from row `at` on.
     void pack(int64_t group, PackedRows& packed, int64_t begin, int64_t end, int64_t at) const {
         if (as_it_is_) return;
         const char* rows[kTileGroupRows];
@@ -182,7 +182,7 @@ class Product {
         }
     }
 
-    // For `skipped` see ProductTask; the block's groups lie in `packed` from row `at` on.
+    // For `skipped` see ProductTask; the block's groups are in `packed` from row `at` on.
     void multiply(PackedRows& packed, int64_t at, int64_t skipped, int64_t group_begin, int64_t group_end,
                   int64_t panel_begin, int64_t panel_end) const {
         ProductTask task = task_;

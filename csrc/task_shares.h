@@ -4,7 +4,7 @@
 //     thread 0    x     x     x     x
 //     its lines   | round, tasks of its share that are left |   | round, tasks it has done |
 //
-// A thread takes tasks of its own share, from a line that nobody else writes meanwhile, then what others have left:
+// A thread takes tasks of its own share, from a line that no other thread writes meanwhile, then what others have left:
 // a worker looks at one share for each bit of its number, the leader at all, so that every share has several helpers
 // and none waits for a thread that the system has preempted or not yet woken. A word that names an earlier round stands
 // for a whole share: to begin a round, the leader writes no line but that of its terms. Having taken a task proves that
@@ -100,7 +100,7 @@ class TaskShares {
   private:
     static constexpr uint64_t kRounds = uint64_t{1} << 36;  // before their numbers come again
     // A thread takes so large a part of what is left of a share at a time, or one task: few operations for many tasks,
-    // and little that nobody can take over from a thread that is preempted.
+    // and little that no thread can take over from a thread that is preempted.
     static constexpr uint64_t kPart = 8;
 
     // Of a thread. The leader, which watches what is done, does not disturb who takes tasks.

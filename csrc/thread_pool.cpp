@@ -26,8 +26,8 @@
 namespace octavo {
 namespace {
 
-// Sets rounding and subnormals to C++'s defaults while it lives: torch.set_flush_denormal changes those of the calling
-// thread, which would then compute other bits than the workers.
+// Sets rounding and subnormals to C++'s defaults for its lifetime: torch.set_flush_denormal changes those of the
+// calling thread, which would then compute other bits than the workers.
 class DefaultRounding {
   public:
 #if defined(__x86_64__)

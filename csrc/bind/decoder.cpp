@@ -212,7 +212,7 @@ class BoundDecoder : public DecoderProgram {
         step.num_recent = num_recent.data<int32_t>();
     }
 
-    // The tokens in the tables of groups that have let go of blocks; null for a group that has not.
+    // The tokens in the tables of groups that have freed blocks; null for a group that has not.
     void add_kept(const std::vector<Tensor>& kept, const Tensor& context_lens, std::vector<GroupTables>& tables) const {
         require(!decoder_.ranks, "sequences that have let go of blocks are not split among ranks");
         require(kept.size() == tables.size(), "kept must have the tokens of each group");

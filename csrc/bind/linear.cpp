@@ -103,7 +103,7 @@ void py_unpack_rows(const std::string& format, const Tensor& packed, int64_t out
             "out must be float32 if the weight is, got " + out.describe());
     const int64_t* each = indices(ids, "ids", rows.rows, outputs);
     nb::gil_scoped_release release;
-    // One task wakes nobody, but computes with subnormal numbers, even if its thread flushes them.
+    // One task wakes no thread, but computes with subnormal numbers, even if its thread flushes them.
     parallel_for(1, [&](int) {
         for (int64_t i = 0; i < rows.rows; ++i) unpack_row(weight, each[i], storage, rows.row(i));
     });

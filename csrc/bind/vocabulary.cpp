@@ -34,7 +34,7 @@ struct Merge {
 
 bool begins_character(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) != 0x80; }
 
-// Pieces by their text: a table with open addressing, whose slots hold half of the hash beside the piece's number, so
+// Pieces by their text: a table with open addressing, whose slots hold half of the hash and the piece's number, so
 // that most of the millions of look-ups read one line of memory.
 class Pieces {
   public:

@@ -17,7 +17,7 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-// 64 tokens of one KV head, in four pieces of 16 that may lie in different blocks.
+// 64 tokens of one KV head, in four pieces of 16 that may be in different blocks.
 struct Tile {
     const char* key[kVectors];    // of the 16 tokens' first unit
     const char* value[kVectors];  // of the first of 16 tokens
@@ -92,7 +92,7 @@ inline const char* query_row(const AttendTask& task, int head, int row) {
 }
 
 // Packs the `units` units of each row of a head as [group of kMaxRows rows][unit][row in group], where broadcasts are
-// read sequentially. load(row, row in group, from) sets where the row lies: `from` has `Streams` pointers, whose units
+// read sequentially. load(row, row in group, from) sets where the row is: `from` has `Streams` pointers, whose units
 // alternate in the packed row.
 template <int Streams, class Load>
 inline void pack_groups(int num_rows, int units, uint32_t* packed, const Load& load) {
@@ -145,7 +145,7 @@ inline void add_sinks(const AttendTask& task, const LayerKV* kv, const int32_t* 
     add_part(part, kReadsSinks, total, scratch);
 }
 
-// Adds the copies, which lie in another form than the layer's own codes.
+// Adds the copies, whose layout differs from that of the layer's own codes.
 inline void add_copies(const AttendTask& task, const Rows& total, AttendScratch& scratch) {
     AttendTask part = task;
     part.kv = task.copies;

@@ -40,7 +40,7 @@ template <Storage S> void bound_keys(const LayerKV& kv, int64_t block, int head,
     }
 }
 
-constexpr int kPrefetched = 8;  // blocks: they lie far apart, so the hardware does not prefetch the next one
+constexpr int kPrefetched = 8;  // blocks: they are far apart, so the hardware does not prefetch the next one
 
 // The highest score that any of a KV head's queries could have in each of some blocks.
 template <Storage S> void score_bounds(const BoundsTask& task) {

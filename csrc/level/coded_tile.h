@@ -11,7 +11,7 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-// The factor of a decoded code, besides its scale: e4m3 is decoded as the half whose exponent is 8 less.
+// The factor of a decoded code, in addition to its scale: e4m3 is decoded as the half whose exponent is 8 less.
 constexpr float code_unit(Code code) { return code == kCodeE4m3 ? 256.0f : 1.0f; }
 
 #ifndef OCTAVO_LOADS_FP8_IN_PAIRS

@@ -1,6 +1,6 @@
 // Matrix products of any number of rows with packed weights.
 //
-// A unit is four bytes: a pair of bf16 of neighbouring inputs, or one float. Weights lie in panels of 32 outputs, the
+// A unit is four bytes: a pair of bf16 of neighbouring inputs, or one float. Weights are in panels of 32 outputs, the
 // last one padded with zeros; activations in groups of up to kGemmRows rows, so that both are read sequentially:
 //
 //     panel p   | unit 0: outputs 0 .. 31 | unit 1: outputs 0 .. 31 | ..      [outputs / 32][units][32]

@@ -1,6 +1,6 @@
 // Attention of up to 48 query rows over plain blocks, in vectors.
 //
-// A tile is 64 tokens. A row's scores of one tile live in four vectors, then as 32-bit units of weights:
+// A tile is 64 tokens. A row's scores of one tile are in four vectors, then as 32-bit units of weights:
 //
 //          16 tokens  16         16         16             query row r, unit u: one 32-bit broadcast
 //   K u=0 [k0 k0 ..][        ][        ][        ]         score[r][token] += q[r][u] . k[u][token]

@@ -6,7 +6,7 @@
 //     weights    in vectors
 //     values     up to 16 rows x 64 dims       tiles 0 .. 3 += weights (4) . values (5), 32 tokens at a time
 //
-// Keys are tiles as stored in a block, 16 units x 16 tokens. Values of 32 tokens may lie in two blocks of 16, and some
+// Keys are tiles as stored in a block, 16 units x 16 tokens. Values of 32 tokens may be in two blocks of 16, and some
 // may not have been written yet: those of a tile of the context are copied first, with zeros for what no row sees and a
 // column of ones after them:
 //

@@ -132,7 +132,7 @@ inline int64_t most_rows(const RowGroups& groups, int64_t begin, int64_t end) {
     return most;
 }
 
-// Panels that are bf16 as they lie in memory.
+// Panels that are stored as bf16.
 class StoredPanels {
   public:
     static constexpr bool kDecodes = false;

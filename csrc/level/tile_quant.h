@@ -21,7 +21,7 @@ inline U16 bf16_pair(F16 even, F16 odd) {
 // The weights of quad J of sixteen outputs -> two units of a panel
 template <WeightFormat F, int J>
 inline void dequantise_quad(const uint8_t* planes, F16 scale, F16 minimum, char* to) {
-    // Byte i's quant lies at bit 8 i + from and is shifted to bit 16 (to bit 8 if it has eight bits).
+    // Byte i's quant is at bit 8 i + from and is shifted to bit 16 (to bit 8 if it has eight bits).
     constexpr QuantLayout layout = quant_layout(F);
     constexpr bool as_stored = layout.high == 0 && layout.codebook == Codebook::none;
     constexpr int bits = layout.quant_bits(), at = bits == 8 ? 8 : 16;
