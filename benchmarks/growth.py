@@ -1,7 +1,7 @@
 """How the engine's own work grows with streams, waiters and lengths: `python -m benchmarks.growth`, about two minutes.
 
 Each row is one scenario at the size at which it used to be slow; growth.md in `benchmarks/results/`
-shows what they took before and take now. To run only some rows, name them: `python -m benchmarks.growth step fork`.
+shows what they took before and take now. To run only some rows, name them: `python -m benchmarks.growth step full`.
 Prints one JSON object on the last line of standard output.
 """
 
@@ -25,16 +25,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.stand_in import BLOCK, MAX_MODEL_LEN, VOCAB, BatchOnly, make_core, make_inputs, make_kv, make_scheduler
+from benchmarks.stand_in import BLOCK, VOCAB, BatchOnly, make_core, make_inputs, make_kv, make_scheduler
 from octavo.checkpoint.model_source import resolve_model
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.core import EngineCore
 from octavo.engine.outputs import OutputKind
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.request import PinRequest, Request, RequestContext, RequestId
-from octavo.runner.batch import BatchBuilder
-from octavo.runner.sequences import SequenceTable
-from octavo.sampling.penalties import adjust
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.plan import StepPlan, StepResult
 from octavo.scheduler.scheduler import Scheduler
@@ -167,34 +164,6 @@ def admission() -> Figures:
 
     with as_in_a_server():
         return {f"an attempt to admit what does not fit, {n:,} running": ms(attempt(n)) for n in (175, 700, 1400)}
-
-
-def waiting_with_pins() -> Figures:
-    scheduler = make_scheduler(make_kv(20_000), seqs=8)
-    for i in range(100_000):
-        scheduler.add(make_request([i & 1023] * 50, pins=(PinRequest(48, 60.0),), max_tokens=10_000))
-    with as_in_a_server():
-        for _ in range(3):
-            step(scheduler)
-        seconds = [sum(step(scheduler)) for _ in range(9)]
-    return {"100,000 waiting with pins: schedule and update": ms(statistics.median(seconds))}
-
-
-def head_that_does_not_fit() -> Figures:
-    scheduler = make_scheduler(make_kv(70_000), seqs=8, budget=1 << 20)
-    tokens = [i % 50_000 for i in range(MILLION)]
-    scheduler.add(make_request(tokens, max_tokens=1))
-    while scheduler.has_work:
-        step(scheduler)
-    for i in range(7):
-        scheduler.add(make_request([i] * 8000, max_tokens=5000))
-    for _ in range(3):
-        step(scheduler)
-    scheduler.add(make_request(tokens + [1] * 90_000, max_tokens=1))
-    step(scheduler)
-    seconds = [step(scheduler)[0] for _ in range(9)]
-    assert (scheduler.num_running, scheduler.num_waiting) == (7, 1)
-    return {"a head that does not fit, 1 M tokens of it cached: schedule": ms(statistics.median(seconds))}
 
 
 def full_cache() -> Figures:
@@ -334,61 +303,6 @@ def long_request() -> Figures:
     }
 
 
-def fork() -> Figures:
-    scheduler = make_scheduler(make_kv(70_000), seqs=64, budget=1 << 20)
-    request = make_request([i % 50_000 for i in range(MILLION)], n=8, max_tokens=4)
-    scheduler.add(request)
-    parent, *children = request.sequences
-    plan = scheduler.schedule()
-    parent.num_computed = MILLION
-    scheduler.kv.commit(parent)  # publishing is not part of the fork: a chunked prompt spreads it over its steps
-    result = play(plan)
-    started = time.perf_counter()
-    scheduler.update(plan, result)
-    seconds = time.perf_counter() - started
-    assert all(child.num_tokens == MILLION + 1 for child in children)
-    return {"fork n = 8 of 1 M tokens": ms(seconds)}
-
-
-def block_tables() -> Figures:
-    """The time to build the tensors of a decode step of 256 sequences, one of them long."""
-    scheduler = make_scheduler(make_kv(90_000), seqs=256, budget=1 << 21)
-    scheduler.add(make_request([i % 50_000 for i in range(MILLION)], max_tokens=100))
-    for i in range(255):
-        scheduler.add(make_request([i] * 1000, max_tokens=100))
-    runner = BatchOnly(256, MAX_MODEL_LEN // BLOCK)
-    seconds = []
-    for number in range(12):
-        plan = scheduler.schedule()
-        result = runner.execute(plan)
-        if number > 2:
-            assert plan.num_draws == 256
-            seconds.append(runner.seconds)
-        scheduler.update(plan, result)
-    return {"the batch of 256 rows, one of 1 M tokens": ms(statistics.median(seconds))}
-
-
-def repetition_penalty() -> Figures:
-    """The time of a step's repetition penalty per row, whose tokens are counted as they arrive."""
-    found = {}
-    for length in (100_000, MILLION):
-        scheduler = make_scheduler(make_kv(70_000), seqs=2, budget=1 << 21)
-        scheduler.add(make_request([5] * length, repetition_penalty=1.1, temperature=0.0, max_tokens=100))
-        batches = BatchBuilder(SequenceTable(1, 2, MAX_MODEL_LEN // BLOCK, block_size=BLOCK))
-        seconds = []
-        for number in range(12):
-            plan = scheduler.schedule()
-            batch = batches.build(plan)
-            logits = torch.zeros(1, VOCAB)
-            started = time.perf_counter()
-            adjust(logits, batch.sampling)
-            if number > 2:
-                seconds.append(time.perf_counter() - started)
-            scheduler.update(plan, play(plan))
-        found[f"repetition penalty at {length:,} tokens"] = ms(statistics.median(seconds))
-    return found
-
-
 @contextmanager
 def switching_as_a_server_does() -> Iterator[None]:
     """Use the interval at which a server's threads switch."""
@@ -427,13 +341,8 @@ def bytes_per_block() -> Figures:
 ROWS: dict[str, Callable[[], Figures]] = {
     "step": python_of_a_step,
     "admission": admission,
-    "waiting": waiting_with_pins,
-    "head": head_that_does_not_fit,
     "full": full_cache,
     "long": long_request,
-    "fork": fork,
-    "tables": block_tables,
-    "penalty": repetition_penalty,
     "bytes": bytes_per_block,
 }
 

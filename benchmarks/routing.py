@@ -1,12 +1,8 @@
-"""Two servers of one thread each behind a router: what routing and prefill apart gain, and what the simulator predicts.
+"""Two servers of one thread each behind a router: what prefill apart gains, and what the simulator predicts.
 
-    python -m benchmarks.routing conversations [--rounds 1] [--conversations 12] [--turns 8] [--users 4]
     python -m benchmarks.routing prefill_apart [--rounds 2] [--streams 4] [--tokens 1536] [--every 4] [--seconds 20]
     python -m benchmarks.routing simulated [--rounds 4] [--seconds 45] [--share 0.4] [--alone 20]
 
-conversations   users hold one conversation after the other, under each strategy: a long system prompt, then questions,
-                each after the answer to the last one and a pause. All conversations together do not fit into the cache
-                of one server. Shows cached tokens and TTFT; what the router adds, `benchmarks.relay` shows.
 prefill_apart   chats of many tokens run all the time, and a long prompt arrives every few seconds. Both servers answer
                 (`both`), or one computes long prompts and the other answers (`apart`, --role). Shows the time between
                 the chats' tokens, their tokens a second, and the long prompts' TTFT.
@@ -15,7 +11,7 @@ simulated       conversations at times of their own, at a share of what the serv
                 the machine's drift is in both; what router and client add comes from requests sent alone. The share is
                 that of servers that compute alone; both at once take longer.
 
-Servers and router are started anew for each strategy or layout, and every round does the same work under each in turn.
+Servers and router are started anew for each layout, and every round does the same work under each in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from benchmarks import this_machine
 from benchmarks.simulator_loads import MODEL, open_traffic
@@ -56,16 +51,11 @@ from octavo.workloads.serving import RequestRecord, Target
 from octavo.workloads.workload import END_TOKEN_ID, BenchRequest, random_token_ids
 from tests.ports import free_port
 
-STRATEGIES = ("prefix", "least_loaded", "round_robin")
 LAYOUTS = {"both": ("both", "both"), "apart": ("prefill", "decode")}
 KEY, SECRET = "benchmark-router-key", "only the servers of this benchmark"
-SYSTEM = "You are a librarian of the section {topic}, and answer questions about its books, shelf by shelf. "
-QUESTION = "Question {turn} about {topic}: which book should I read next, and on which shelf of the section is it?"
 GREEDY = {"temperature": 0, "repetition_penalty": 1, "frequency_penalty": 0, "ignore_eos": True}
-PAUSE_S = 0.2
 CHAT_TOKENS, LONG_ANSWER, DRAWS = 200, 8, 5
 MOST_BUSY = 0.6
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 Cluster = tuple[RunningServer, list[RunningServer]]
 Load = tuple[list[BenchRequest], list[float]]  # and when each is sent
@@ -93,91 +83,31 @@ def cluster(strategy: str, memory: str, options: Sequence[Sequence[str]] = ((), 
 
 @dataclass
 class Answer:
-    """A streamed answer: when it was asked for, when each piece of text came, and what it was."""
+    """A streamed answer: when it was asked for, and when each piece of it came."""
 
     sent: float
     times: list[float] = field(default_factory=list)
-    text: str = ""
-    usage: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ttft(self) -> float:
         return self.times[0] - self.sent
 
 
-async def stream(router: RunningServer, path: str, prompt: dict[str, Any], max_tokens: int) -> Answer:
-    """Stream a greedy answer of that many tokens; raises RuntimeError if it is refused or has no text."""
+async def stream(router: RunningServer, prompt: list[int], max_tokens: int) -> Answer:
+    """Stream a greedy answer of that many tokens; raises RuntimeError if it is refused or has no token."""
     lines, answer = EventLines(), Answer(time.perf_counter())
 
     def on_body(piece: bytes, now: float) -> None:
         for payload in lines.feed(piece):
             event = {} if payload == b"[DONE]" else json.loads(payload)
-            answer.usage.update(event.get("usage") or {})
-            for choice in event.get("choices", ()):
-                text = choice["text"] if "text" in choice else choice["delta"].get("content")
-                if text or choice.get("token_ids"):  # a token may end in the middle of a character
-                    answer.times.append(now)
-                    answer.text += text
+            if any(choice.get("token_ids") for choice in event.get("choices", ())):
+                answer.times.append(now)
 
-    body = {**prompt, **GREEDY, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
-    status, error = await post_json(PostUrl.parse(router.base_url + path), {}, body, on_body)
+    body = {"prompt": prompt, **GREEDY, "max_tokens": max_tokens, "stream": True, "return_token_ids": True}
+    status, error = await post_json(PostUrl.parse(router.base_url + "/v1/completions"), {}, body, on_body)
     if status != 200 or not answer.times:
         raise RuntimeError(f"{status}: {error.decode()}")
     return answer
-
-
-@dataclass
-class Conversations:
-    """What one strategy gave: token counts, and seconds to first tokens."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    ttft: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-
-    HEADING = ("cached tokens", "TTFT p50 (s)", "p90", "all (s)")
-
-    def cells(self) -> list[str]:
-        share = self.cached_tokens / self.prompt_tokens
-        return [
-            f"{self.cached_tokens:,} of {self.prompt_tokens:,} ({share:.1%})",
-            *(f"{percentile(self.ttft, q):.3f}" for q in (50, 90)),
-            f"{self.seconds:.1f}",
-        ]
-
-    async def converse(self, router: RunningServer, topics: list[str], turns: int) -> None:
-        """Hold conversations until no topic is left."""
-        while topics:
-            topic = topics.pop()
-            messages = [{"role": "system", "content": SYSTEM.format(topic=topic) * 12}]
-            for turn in range(turns):
-                messages.append({"role": "user", "content": QUESTION.format(turn=turn, topic=topic)})
-                answer = await stream(router, CHAT, {"messages": messages}, 24)
-                messages.append({"role": "assistant", "content": answer.text})
-                self.prompt_tokens += answer.usage["prompt_tokens"]
-                self.cached_tokens += answer.usage["prompt_tokens_details"]["cached_tokens"]
-                self.ttft.append(answer.ttft)
-                await asyncio.sleep(PAUSE_S)
-
-    async def run(self, router: RunningServer, args: argparse.Namespace, round_number: int) -> None:
-        topics = [f"{round_number}-{number} of the east wing" for number in range(args.conversations)]
-        began = time.perf_counter()
-        await asyncio.gather(*(self.converse(router, topics, args.turns) for _ in range(args.users)))
-        self.seconds += time.perf_counter() - began
-
-
-def conversations(args: argparse.Namespace) -> list[str]:
-    figures = {strategy: Conversations() for strategy in STRATEGIES}
-    for round_number in range(args.rounds):
-        for strategy in STRATEGIES:
-            with cluster(strategy, args.kv_cache_memory) as (router, _):
-                asyncio.run(figures[strategy].run(router, args, round_number))
-    return [
-        f"{this_machine.name()}; {args.conversations} conversations of {args.turns} turns, {args.users} users, "
-        f"{args.kv_cache_memory} of cache a server, {args.rounds} rounds.",
-        "",
-        *table(("strategy", *Conversations.HEADING), [[name, *each.cells()] for name, each in figures.items()]),
-    ]
 
 
 @dataclass
@@ -200,8 +130,7 @@ class Streams:
         source, ends = random.Random(seed), time.perf_counter() + args.seconds
 
         async def ask(length: int, max_tokens: int) -> Answer:
-            prompt = {"prompt": [source.randrange(100, 40_000) for _ in range(length)], "return_token_ids": True}
-            return await stream(router, COMPLETION, prompt, max_tokens)
+            return await stream(router, [source.randrange(100, 40_000) for _ in range(length)], max_tokens)
 
         async def chats() -> None:
             while time.perf_counter() < ends:
@@ -376,14 +305,7 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    modes = parser.add_subparsers(required=True, metavar="conversations|prefill_apart|simulated")
-    mode = modes.add_parser("conversations")
-    mode.set_defaults(measure=conversations)
-    mode.add_argument("--conversations", type=int, default=12)
-    mode.add_argument("--turns", type=int, default=8)
-    mode.add_argument("--users", type=int, default=4)
-    mode.add_argument("--rounds", type=int, default=1)
-    mode.add_argument("--kv-cache-memory", default="96MiB")
+    modes = parser.add_subparsers(required=True, metavar="prefill_apart|simulated")
     mode = modes.add_parser("prefill_apart")
     mode.set_defaults(measure=prefill_apart)
     mode.add_argument("--streams", type=int, default=4)
