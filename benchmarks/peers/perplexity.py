@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from octavo import LLM, kernels
-from octavo.workloads.forward_text import logits_of_chunks
-from octavo.workloads.quality import english
+from octavo.workloads.forward_text import english, logits_of_chunks
 
 PEER = Path(os.environ.get("PEERS_HOME", Path.home() / ".cache" / "peers")) / "llamacpp" / "bin" / "llamacpp_logits"
 ROWS = 16

@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 
 from octavo import cli
-from octavo.calibration.search import Loss, Probe, search
+from octavo.calibration.search import Probe, search
 from octavo.kvcache.formats import layer_formats
 from octavo.kvcache.spec import LayerKVSpec
+from octavo.workloads.forward_text import Loss
 from tests.conftest import MakeLLM
 
 LAYERS = [LayerKVSpec(2, 64, 64)] * 4

@@ -15,7 +15,6 @@ a layer.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,28 +29,9 @@ from octavo.models.base import CausalLM
 from octavo.models.kv_scale_file import Scales
 from octavo.models.kv_scales import apply_scales
 from octavo.storage.arena import KVArena
-from octavo.workloads.forward_text import logits_of_chunks
+from octavo.workloads.forward_text import CHUNK, Loss, log_probs, logits_of_chunks
 
 _NEAREST = 24  # number of exchanges to draw from: those with the least cost by the sensitivities
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """Differences between predictions with a quantised and with the unquantised cache.
-
-    Attributes:
-        kl: mean KL divergence of the next token's distribution, in nats.
-        nll: mean negative log-likelihood of the next token.
-        agreement: share of positions whose likeliest token is the same.
-    """
-
-    kl: float
-    nll: float
-    agreement: float
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.nll)
 
 
 class Probe:
@@ -73,9 +53,8 @@ class Probe:
         self.windows = windows
         self._block_size = block_size
         own = str(model.dtype).removeprefix("torch.")
-        self._plain = [torch.cat([x.log_softmax(1).cpu() for x in self._logits(own, window)]) for window in windows]
-        self.runs = 0
-        self.plain = self.loss(own)
+        self._plain = [torch.cat(list(log_probs(self._logits(own, window)))) for window in windows]
+        self.plain = Loss.of(windows, self._plain, (torch.split(each, CHUNK) for each in self._plain))
 
     @property
     def tokens(self) -> int:
@@ -86,19 +65,8 @@ class Probe:
 
     def loss(self, dtype: str, scales: Scales | None = None) -> Loss:
         """Measure the loss of a cache in `dtype`, which may name a codec per layer, with `scales` if calibrated."""
-        self.runs += 1
-        kl = nll = 0.0
-        agreed = count = guessed = 0
-        for window, plain in zip(self.windows, self._plain, strict=True):
-            first = 0
-            for logits in self._logits(dtype, window, scales):
-                ours, theirs = logits.log_softmax(1).cpu(), plain[first : first + len(logits)]
-                kl += (theirs.exp() * (theirs - ours)).sum().item()
-                agreed += int((ours.argmax(1) == theirs.argmax(1)).sum())
-                following = torch.tensor(window[first + 1 : first + 1 + len(ours)])
-                nll -= ours[: len(following)].gather(1, following[:, None]).sum().item()
-                first, count, guessed = first + len(ours), count + len(ours), guessed + len(following)
-        return Loss(max(0.0, kl / count), nll / guessed, agreed / count)
+        predicted = (log_probs(self._logits(dtype, window, scales)) for window in self.windows)
+        return Loss.of(self.windows, self._plain, predicted)
 
     def _logits(self, dtype: str, window: Sequence[int], scales: Scales | None = None) -> Iterator[torch.Tensor]:
         spec = KVCacheSpec.build(self._model.kv_layers, self._block_size, dtype)

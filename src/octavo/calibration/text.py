@@ -1,12 +1,11 @@
-"""The text that a model is calibrated with, and its division into windows."""
+"""The text that a model is calibrated with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.errors import ConfigError
-from octavo.workloads.quality import english
+from octavo.workloads.forward_text import english
 
 _MOST_BYTES = 64 << 20
 
@@ -38,17 +37,3 @@ def read_text(path: str | None) -> Text:
         return Text(path, raw.decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"the text {path} is not UTF-8: {error}") from error
-
-
-def windows_of(tokens: Sequence[int], count: int, length: int, what: str) -> list[list[int]]:
-    """Return up to `count` windows of `length` tokens, spread evenly; a short text gives one shorter window.
-
-    Raises:
-        ConfigError: the text has fewer than 32 tokens.
-    """
-    if len(tokens) < 32:
-        raise ConfigError(f"{what} has {len(tokens)} tokens; calibration needs at least 32")
-    length = min(length, len(tokens))
-    count = max(1, min(count, len(tokens) // length))
-    last = len(tokens) - length
-    return [list(tokens[last * i // max(1, count - 1) :][:length]) for i in range(count)]

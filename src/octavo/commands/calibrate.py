@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
 def _entropy(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:
     from octavo import __version__
     from octavo.calibration.entropy import layer_entropies
-    from octavo.calibration.text import windows_of
     from octavo.checkpoint.model_source import model_of
     from octavo.commands.calibrate_search import loaded
+    from octavo.workloads.forward_text import windows_of
 
     budget = EngineConfig.from_options(options).budget
     if budget is None or budget.slides or args.search:
@@ -113,11 +113,11 @@ def _entropy(args: argparse.Namespace, options: dict[str, Any], text: Text) -> i
 def _scales(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:
     from octavo import __version__
     from octavo.calibration.scales import calibrate
-    from octavo.calibration.text import windows_of
     from octavo.checkpoint.model_source import model_of
     from octavo.commands.calibrate_search import loaded
     from octavo.kvcache.formats import kv_dtype
     from octavo.models.kv_scale_file import Origin, path_beside, write_scales
+    from octavo.workloads.forward_text import windows_of
 
     asked = EngineConfig.from_options(options).kv_cache_dtype
     asked = "fp8_e4m3" if asked == "auto" else asked

@@ -13,12 +13,14 @@ from typing import Any
 from octavo import LLM, __version__
 from octavo.attention import make_backend
 from octavo.calibration.scales import calibrate
-from octavo.calibration.search import Found, Loss, Probe, check_candidates, search
-from octavo.calibration.text import Text, windows_of
+from octavo.calibration.search import Found, Probe, check_candidates, search
+from octavo.calibration.text import Text
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS, write_table
 from octavo.runner.runner import ModelRunner
 from octavo.workloads import report
+from octavo.workloads.forward_text import Loss, windows_of
+from octavo.workloads.quality import runner_of
 
 _BLOCK_SIZE = 16
 _HELD_OUT = 4  # times as many windows as the calibration uses, from the other half of the text
@@ -59,9 +61,7 @@ def loaded(options: dict[str, Any], length: int) -> Iterator[tuple[LLM, ModelRun
     small: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": length, "kv_cache_memory": "512MiB"}
     alone = {**options, "kv_cache_dtype": "auto", "swap_space": 0, "preemption_mode": "recompute"}
     with LLM(**{**small, **alone}) as llm:
-        runner = llm.core.runner
-        assert isinstance(runner, ModelRunner), "the options name no other executor"
-        yield llm, runner
+        yield llm, runner_of(llm)
 
 
 def run_search(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:

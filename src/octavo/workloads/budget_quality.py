@@ -26,8 +26,9 @@ from octavo.llm import LLM
 from octavo.planner.calculator import SequenceCost
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import StructuredOutputsParams
+from octavo.workloads.forward_text import english
 from octavo.workloads.plots import new_figure, save
-from octavo.workloads.quality import english
+from octavo.workloads.quality import hidden_key
 
 _DEPTHS = tuple(i / 10 for i in range(11))
 _DOCUMENTS = 8
@@ -194,12 +195,9 @@ def _key(rng: random.Random) -> str:
 
 def _needles(asked: _Asked, length: int) -> tuple[list[list[int]], list[str]]:
     rng, prompts, keys = random.Random(length), [], []
-    question = asked.encode("\n\nWhat is the pass key? The pass key is")
     for depth in _DEPTHS:
         keys.append(_key(rng))
-        hidden = asked.encode(f"\n\nThe pass key is {keys[-1]}. Remember it: {keys[-1]} is the pass key.\n\n")
-        text, cut = asked.tokens[:length], int(length * depth)
-        prompts.append([*text[:cut], *hidden, *text[cut:], *question])
+        prompts.append(hidden_key(asked.llm, asked.tokens[:length], depth, keys[-1]))
     return prompts, keys
 
 

@@ -1,17 +1,90 @@
-"""Run a text through a model with any KV cache, to compare codecs and find scales."""
+"""Run a text through a model with any KV cache, to find scales, and what a codec of the cache loses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import pydoc_data.topics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from octavo.attention.base import AttentionBackend, AttentionBatch, GroupBatch
+from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.models.base import CausalLM
 from octavo.storage.arena import KVArena
 
 CHUNK = 64
+
+
+def english() -> str:
+    """Return Python's own language reference, which every installation has."""
+    return "\n\n".join(text.strip() for _, text in sorted(pydoc_data.topics.topics.items()))
+
+
+def windows_of(tokens: Sequence[int], count: int, length: int, what: str) -> list[list[int]]:
+    """Return up to `count` windows of `length` tokens, spread evenly; a short text gives one shorter window.
+
+    Raises:
+        ConfigError: the text has fewer than 32 tokens.
+    """
+    if len(tokens) < 32:
+        raise ConfigError(f"{what} has {len(tokens)} tokens; at least 32 are needed")
+    length = min(length, len(tokens))
+    count = max(1, min(count, len(tokens) // length))
+    last = len(tokens) - length
+    return [list(tokens[last * i // max(1, count - 1) :][:length]) for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Differences between predictions with a quantised and with the unquantised cache.
+
+    Attributes:
+        kl: mean KL divergence of the next token's distribution, in nats.
+        nll: mean negative log-likelihood of the next token.
+        agreement: share of positions whose likeliest token is the same.
+    """
+
+    kl: float
+    nll: float
+    agreement: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nll)
+
+    @classmethod
+    def of(
+        cls,
+        windows: Sequence[Sequence[int]],
+        plain: Sequence[torch.Tensor],
+        predicted: Iterable[Iterable[torch.Tensor]],
+    ) -> Loss:
+        """Compare predictions after each token of windows of text.
+
+        Args:
+            plain: for each window, the unquantised cache's log-probabilities, float32 [tokens, vocab_size].
+            predicted: for each window, those to compare, in chunks.
+        """
+        kl = nll = 0.0
+        agreed = count = guessed = 0
+        for window, expected, chunks in zip(windows, plain, predicted, strict=True):
+            first = 0
+            for ours in chunks:
+                theirs = expected[first : first + len(ours)]
+                kl += (theirs.exp() * (theirs - ours)).sum().item()
+                agreed += int((ours.argmax(1) == theirs.argmax(1)).sum())
+                following = torch.tensor(window[first + 1 : first + 1 + len(ours)])
+                nll -= ours[: len(following)].gather(1, following[:, None]).double().sum().item()
+                first, count, guessed = first + len(ours), count + len(ours), guessed + len(following)
+        return cls(max(0.0, kl / count), nll / guessed, agreed / count)
+
+
+def log_probs(logits: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the log-probabilities of chunks of logits, in the memory of the CPU."""
+    return (chunk.log_softmax(1).cpu() for chunk in logits)
 
 
 def block_tables(spec: KVCacheSpec, num_tokens: int, first_block: int = 1) -> list[torch.Tensor]:

@@ -11,8 +11,6 @@ Each window is computed in chunks, so that all of it except a chunk is read from
 
 from __future__ import annotations
 
-import math
-import pydoc_data.topics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +22,13 @@ from octavo.config import KV_CACHE_TABLE
 from octavo.llm import LLM
 from octavo.runner.runner import ModelRunner
 from octavo.sampling_params import SamplingParams
-from octavo.workloads.forward_text import CHUNK, logits_of_chunks
+from octavo.workloads.forward_text import CHUNK, Loss, english, log_probs, logits_of_chunks, windows_of
 from octavo.workloads.plots import new_figure, save
 
 GREEDY_TOKENS = 48
 GREEDY_PROMPTS = 8
 _DEPTHS = (0.1, 0.5, 0.9)
+_PROMPT = 96  # tokens of a greedy prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,123 +45,101 @@ class Quality:
     diverges_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Readings:
-    """The measurements of one engine that are compared."""
-
-    bytes_per_token: int
-    log_probs: list[torch.Tensor]
-    nll: float
-    needle: float
-    greedy: list[list[int]]
+def runner_of(llm: LLM) -> ModelRunner:
+    """Return the runner of an engine that computes in this process."""
+    assert isinstance(llm.core.runner, ModelRunner), "the options name no other executor"
+    return llm.core.runner
 
 
-def english() -> str:
-    """Return Python's own language reference, which every installation has."""
-    return "\n\n".join(text.strip() for _, text in sorted(pydoc_data.topics.topics.items()))
-
-
-def read(llm: LLM, text: str, *, windows: int, window: int, needle_lengths: Sequence[int]) -> Readings:
-    """Take all measurements of one engine.
+class _Measured:
+    """What one engine predicts and answers.
 
     Args:
-        windows: number of pieces of text, of `window` tokens each, spread evenly over it.
+        windows: of text, whose tokens after the first it predicts.
         needle_lengths: numbers of tokens of text around the hidden pass key.
     """
-    tokens = llm.tokenizer.encode(text)
-    last = max(0, len(tokens) - window - 1)
-    starts = [last * i // max(1, windows - 1) for i in range(windows)]
-    runner = llm.core.runner
-    assert isinstance(runner, ModelRunner)
-    log_probs: list[torch.Tensor] = []
-    total, count = 0.0, 0
-    for start in starts:
-        piece = tokens[start : start + window + 1]
-        found = next_token_log_probs(runner, piece[:-1])
-        total -= found.gather(1, torch.tensor(piece[1:])[:, None]).double().sum().item()
-        count += len(piece) - 1
-        log_probs.append(found)
-    prompts: list[Any] = [{"prompt_token_ids": tokens[start : start + 96]} for start in starts[:GREEDY_PROMPTS]]
-    greedy = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0, ignore_eos=True)
-    answers = [out.outputs[0].token_ids for out in llm.generate(prompts, greedy, use_tqdm=False)]
-    return Readings(
-        runner.arena.spec.bytes_per_token, log_probs, total / count, _needle(llm, tokens, needle_lengths), answers
-    )
 
-
-def compare(name: str, found: Readings, plain: Readings) -> Quality:
-    """Return the figures of `found`, compared with those of the unquantised cache."""
-    kl, same, count = 0.0, 0, 0
-    for ours, theirs in zip(found.log_probs, plain.log_probs, strict=True):
-        for first in range(0, len(ours), CHUNK):  # a few rows of the vocabulary at a time
-            a, b = theirs[first : first + CHUNK], ours[first : first + CHUNK]
-            kl += (a.exp() * (a - b)).sum().item()
-            same += int((a.argmax(1) == b.argmax(1)).sum())
-            count += len(a)
-    agree = [_common(a, b) for a, b in zip(found.greedy, plain.greedy, strict=True)]
-    perplexity = math.exp(found.nll)
-    return Quality(
-        kv_cache_dtype=name,
-        bytes_per_token=found.bytes_per_token,
-        perplexity=round(perplexity, 4),
-        ppl_increase=round(perplexity / math.exp(plain.nll) - 1, 6),
-        kl=round(max(0.0, kl / count), 6),
-        top1=round(same / count, 4),
-        needle=round(found.needle, 4),
-        diverges_at=round(sum(agree) / len(agree), 1),
-    )
+    def __init__(self, llm: LLM, windows: Sequence[Sequence[int]], needle_lengths: Sequence[int]) -> None:
+        runner = runner_of(llm)
+        self.bytes_per_token = runner.arena.spec.bytes_per_token
+        self.predicted = [
+            torch.cat(list(log_probs(logits_of_chunks(runner.model, runner.arena, runner.attention, window[:-1]))))
+            for window in windows
+        ]
+        prompts: list[Any] = [{"prompt_token_ids": window[:_PROMPT]} for window in windows[:GREEDY_PROMPTS]]
+        greedy = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0, ignore_eos=True)
+        self.answers = [out.outputs[0].token_ids for out in llm.generate(prompts, greedy, use_tqdm=False)]
+        self.needle = _needle(llm, needle_lengths)
 
 
 def measure(
     make: Callable[[str], LLM], codecs: Sequence[str], *, windows: int, window: int, needle_lengths: Sequence[int]
 ) -> list[Quality]:
-    """Compare each of `codecs` with the model's own type, one engine after the other."""
-    text = english()
+    """Compare each of `codecs` with the model's own type, one engine after the other.
 
-    def readings(llm: LLM) -> Readings:
-        return read(llm, text, windows=windows, window=window, needle_lengths=needle_lengths)
+    Args:
+        windows: number of pieces of text, of `window` tokens each, spread evenly over it.
+        needle_lengths: numbers of tokens of text around the hidden pass key.
+    """
 
-    own, plain = _unquantised(make, readings)
-    results = [compare(own, plain, plain)]
+    def measured(llm: LLM) -> tuple[list[list[int]], _Measured]:
+        pieces = windows_of(llm.tokenizer.encode(english()), windows, window + 1, "the text")
+        return pieces, _Measured(llm, pieces, needle_lengths)
+
+    own, (pieces, plain) = _unquantised(make, measured)
+    results = [_compared(own, pieces, plain, plain)]
     for codec in codecs:
         with make(codec) as llm:
-            assert isinstance(llm.core.runner, ModelRunner)
-            name = Path(codec).name if codec.endswith(KV_CACHE_TABLE) else llm.core.runner.arena.spec.dtype
-            results.append(compare(name, readings(llm), plain))
+            name = Path(codec).name if codec.endswith(KV_CACHE_TABLE) else runner_of(llm).arena.spec.dtype
+            results.append(_compared(name, pieces, _Measured(llm, pieces, needle_lengths), plain))
     return results
 
 
-def _unquantised(make: Callable[[str], LLM], readings: Callable[[LLM], Readings]) -> tuple[str, Readings]:
+def _unquantised(
+    make: Callable[[str], LLM], measured: Callable[[LLM], tuple[list[list[int]], _Measured]]
+) -> tuple[str, tuple[list[list[int]], _Measured]]:
     """Return the type of the model's activations, and what a cache in it gives; "auto" may be a checkpoint's codec."""
     with make("auto") as llm:
-        runner = llm.core.runner
-        assert isinstance(runner, ModelRunner)
+        runner = runner_of(llm)
         own = str(runner.model.dtype).removeprefix("torch.")
         if runner.arena.spec.dtype == own:
-            return own, readings(llm)
+            return own, measured(llm)
     with make(own) as llm:
-        return own, readings(llm)
+        return own, measured(llm)
 
 
-def next_token_log_probs(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:
-    """Return the log-probabilities float32 [tokens, vocab_size] after each token of one sequence."""
-    chunks = logits_of_chunks(runner.model, runner.arena, runner.attention, tokens)
-    return torch.cat([logits.log_softmax(1).cpu() for logits in chunks])
+def _compared(name: str, windows: Sequence[Sequence[int]], found: _Measured, plain: _Measured) -> Quality:
+    """Return the figures of `found`, compared with those of the unquantised cache."""
+    in_chunks = ([torch.split(each, CHUNK) for each in side.predicted] for side in (found, plain))
+    ours, theirs = (Loss.of(windows, plain.predicted, chunks) for chunks in in_chunks)
+    agree = [_common(a, b) for a, b in zip(found.answers, plain.answers, strict=True)]
+    return Quality(
+        kv_cache_dtype=name,
+        bytes_per_token=found.bytes_per_token,
+        perplexity=round(ours.perplexity, 4),
+        ppl_increase=round(ours.perplexity / theirs.perplexity - 1, 6),
+        kl=round(ours.kl, 6),
+        top1=round(ours.agreement, 4),
+        needle=round(found.needle, 4),
+        diverges_at=round(sum(agree) / len(agree), 1),
+    )
 
 
-def _needle(llm: LLM, tokens: list[int], lengths: Sequence[int]) -> float:
+def hidden_key(llm: LLM, text: Sequence[int], depth: float, key: str) -> list[int]:
+    """Return a prompt that asks for a pass key, which is hidden in a text at a depth from 0 to 1."""
+    cut, tokenizer = int(len(text) * depth), llm.tokenizer
+    hidden = tokenizer.encode(f"\n\nThe pass key is {key}. Remember it: {key} is the pass key.\n\n", False)
+    return [*text[:cut], *hidden, *text[cut:], *tokenizer.encode("\n\nWhat is the pass key? The pass key is", False)]
+
+
+def _needle(llm: LLM, lengths: Sequence[int]) -> float:
     """Return the share of pass keys that are repeated, over all lengths of text and depths in it."""
-    tokenizer = llm.tokenizer
-    prompts: list[Any] = []
-    keys: list[str] = []
+    tokens, prompts, keys = llm.tokenizer.encode(english()), list[Any](), list[str]()
     for i, length in enumerate(lengths):
         for depth in _DEPTHS:
-            key = str(10_000 + 7919 * (len(keys) + 1) % 90_000)
-            hidden = tokenizer.encode(f"\n\nThe pass key is {key}. Remember it: {key} is the pass key.\n\n")
-            text, cut = tokens[1000 * i : 1000 * i + length], int(length * depth)
-            asked = tokenizer.encode("\n\nWhat is the pass key? The pass key is")
-            prompts.append({"prompt_token_ids": [*text[:cut], *hidden, *text[cut:], *asked]})
-            keys.append(key)
+            keys.append(str(10_000 + 7919 * (len(keys) + 1) % 90_000))
+            text = tokens[1000 * i : 1000 * i + length]
+            prompts.append({"prompt_token_ids": hidden_key(llm, text, depth, keys[-1])})
     if not prompts:
         return 0.0
     params = SamplingParams(max_tokens=12, temperature=0)
