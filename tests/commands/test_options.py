@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.commands.options import (
-    add_engine_options,
     add_options,
     add_sampling_options,
     engine_argv,
-    engine_options,
     given_options,
 )
 from octavo.config import MOST_THREADS, EngineConfig
@@ -27,7 +25,7 @@ from octavo.structured_outputs import StructuredOutputsParams
 
 def engine_parser(**keywords: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    add_engine_options(parser, **keywords)
+    add_options(parser, EngineConfig, **keywords)
     return parser
 
 
@@ -66,7 +64,7 @@ ENGINE_CONFIGS = st.builds(
 @given(ENGINE_CONFIGS)
 def test_any_engine_config_survives_the_way_over_the_command_line(config: EngineConfig) -> None:
     argv = engine_argv(asdict(config))
-    assert EngineConfig.from_options(engine_options(engine_parser().parse_args(argv))) == config
+    assert EngineConfig.from_options(given_options(engine_parser().parse_args(argv), EngineConfig)) == config
 
 
 CONFIGS = [EngineConfig, ServerConfig]
@@ -125,7 +123,9 @@ def test_a_sampling_value_that_cannot_be_read_is_a_usage_error(
 
 def test_a_false_default_has_a_flag_that_says_no() -> None:
     parser = engine_parser()
-    assert engine_options(parser.parse_args(["--no-enable-prefix-caching"])) == {"enable_prefix_caching": False}
+    assert given_options(parser.parse_args(["--no-enable-prefix-caching"]), EngineConfig) == {
+        "enable_prefix_caching": False
+    }
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,15 @@ def test_a_bad_value_or_an_abbreviation_is_refused(argv: list[str]) -> None:
 
 
 def test_the_model_may_stand_alone() -> None:
-    assert engine_options(engine_parser(positional_model=True).parse_args(["m.gguf"])) == {"model": "m.gguf"}
-    assert engine_options(engine_parser(positional_model=True).parse_args([])) == {}
+    assert given_options(engine_parser(positional_model=True).parse_args(["m.gguf"]), EngineConfig) == {
+        "model": "m.gguf"
+    }
+    assert given_options(engine_parser(positional_model=True).parse_args([]), EngineConfig) == {}
 
 
 def test_two_models_are_refused_rather_than_one_of_them_ignored() -> None:
     with pytest.raises(ConfigError, match=r"a\.gguf.*b\.gguf"):
-        engine_options(engine_parser(positional_model=True).parse_args(["a.gguf", "--model", "b.gguf"]))
+        given_options(engine_parser(positional_model=True).parse_args(["a.gguf", "--model", "b.gguf"]), EngineConfig)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -10,7 +10,7 @@ import yaml
 
 from octavo.cli import build_parser
 from octavo.cluster.config import RouterConfig
-from octavo.commands.options import engine_options, given_options
+from octavo.commands.options import given_options
 from octavo.config import EngineConfig
 from octavo.config_tables import KVEventsConfig
 from tests.deploy.files import DEPLOY, load
@@ -27,7 +27,7 @@ def events_of(arguments: list[str]) -> KVEventsConfig:
     """What a server with these arguments publishes; they are checked as the command does."""
     given = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", argument) for argument in arguments]
     args = build_parser().parse_args(["serve", *given])
-    events = EngineConfig.from_options(engine_options(args)).kv_events
+    events = EngineConfig.from_options(given_options(args, EngineConfig)).kv_events
     assert events is not None
     return events
 

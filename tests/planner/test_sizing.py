@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo.cli import build_parser
-from octavo.commands.options import engine_options
+from octavo.commands.options import given_options
 from octavo.config import SERVER_DEFAULTS, EngineConfig
 from octavo.engine.builder import build_engine
 from octavo.errors import ConfigError
@@ -53,7 +53,7 @@ def suggested_config(error: ConfigError) -> EngineConfig:
     assert command, str(error)
     program, *argv = shlex.split(command[1])
     assert program == "octavo"
-    return EngineConfig.from_options(engine_options(build_parser().parse_args(argv)))
+    return EngineConfig.from_options(given_options(build_parser().parse_args(argv), EngineConfig))
 
 
 def generate_a_token(config: EngineConfig) -> None:

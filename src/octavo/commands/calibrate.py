@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.commands.common_options import add_json_option, add_window_options
-from octavo.commands.options import add_engine_options, engine_options
+from octavo.commands.options import add_options, given_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS, layer_formats
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --search: number of measured attempts to improve the table",
     )
     add_json_option(parser)
-    add_engine_options(parser, positional_model=True)
+    add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"percentile must be above 0 and at most 100, got {args.percentile:g}")
     if args.exchanges < 0:
         raise ConfigError(f"exchanges must be 0 or more, got {args.exchanges}")
-    options = engine_options(args)
+    options = given_options(args, EngineConfig)
     text = read_text(args.data)
     if args.entropy:
         return _entropy(args, options, text)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from octavo.commands.common_options import add_json_option
-from octavo.commands.options import add_engine_options
+from octavo.commands.options import add_options
+from octavo.config import EngineConfig
 
 DESCRIPTION = """\
 Measure `octavo serve` with these engine options for a minute and a half, and write a model of its step times for
@@ -22,13 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=80.0, metavar="X", help="how long to measure, in seconds")
     parser.add_argument("--keep-plans", metavar="FILE", help="also write the recorded plans to this file")
     add_json_option(parser, "tables")
-    add_engine_options(parser, positional_model=True)
+    add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from octavo.commands.options import engine_argv, engine_options
+    from octavo.commands.options import engine_argv, given_options
     from octavo.config import DEFAULT_MODEL
     from octavo.errors import ConfigError
     from octavo.planner.sources import find_shape
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.workloads.plots import require_writable
 
     # Steps of all sizes are measured, so a server's default latency target must not limit them.
-    options = {"itl_slo_ms": None, **engine_options(args)}
+    options = {"itl_slo_ms": None, **given_options(args, EngineConfig)}
     if "record_plans" in options:
         raise ConfigError("the measurement records plans itself: use --keep-plans FILE instead of --record-plans")
     require_writable(args.output)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.commands.conversation import COMMANDS, OMITTED, Conversation
 from octavo.commands.interrupt import remembered_interrupt
-from octavo.commands.options import add_engine_options, add_sampling_options, engine_options, given_options
+from octavo.commands.options import add_options, add_sampling_options, given_options
 from octavo.commands.terminal import Terminal, history_file
+from octavo.config import EngineConfig
 from octavo.sampling_params import SamplingParams
 from octavo.server.apis import OLLAMA_DEFAULTS
 
@@ -27,14 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", action="store_true", help="print tokens and tokens per second after each answer")
     parser.add_argument("--no-history", action="store_true", help=f"do not save what you type in {_shown_history()}")
     add_sampling_options(parser, omit=_OMITTED, defaults=_DEFAULTS)
-    add_engine_options(parser, positional_model=True)
+    add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
     given = given_options(args, SamplingParams, omit=_OMITTED)
     SamplingParams(**{**_DEFAULTS, **given})  # validates the options before a model is loaded
     # Otherwise every conversation would begin with the same answer.
-    options = {"seed": None, **engine_options(args)}
+    options = {"seed": None, **given_options(args, EngineConfig)}
     with remembered_interrupt() as interrupt:
         from octavo import LLM
 

@@ -12,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from octavo.commands.options import add_engine_options, add_sampling_options, engine_options, given_options
+from octavo.commands.options import add_options, add_sampling_options, given_options
 from octavo.commands.prompts import PromptInput, prompts_from_arguments, read_prompts
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import SamplingParams
 
@@ -39,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", help="file to write the results to (default: standard output)")
     parser.add_argument("--quiet", action="store_true", help="do not show a progress bar")
     add_sampling_options(parser, omit=_OMITTED)
-    add_engine_options(parser)
+    add_options(parser, EngineConfig)
 
 
 def run(args: argparse.Namespace) -> int:
     params = given_options(args, SamplingParams, omit=_OMITTED)
     SamplingParams(**params)
-    engine = engine_options(args)
+    engine = given_options(args, EngineConfig)
     if bool(args.prompts) == bool(args.input):
         raise ConfigError("give prompts either as arguments or with --input FILE ('-' for stdin)")
     prompts = read_prompts(args.input, params) if args.input else prompts_from_arguments(args.prompts, params)

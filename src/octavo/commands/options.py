@@ -22,35 +22,36 @@ from octavo.structured_outputs import StructuredOutputsParams
 _LONGEST_CHOICES = 50
 
 
-def add_options(parser: argparse.ArgumentParser, config: type[Any], *, omit: Collection[str] = ()) -> None:
-    """Add one flag per option that the dataclass `config` declares, in its groups."""
+def add_options(
+    parser: argparse.ArgumentParser,
+    config: type[Any],
+    *,
+    omit: Collection[str] = (),
+    positional_model: bool = False,
+) -> None:
+    """Add one flag per option that the dataclass `config` declares, in its groups.
+
+    Args:
+        omit: names of options that get no flag.
+        positional_model: whether `model` may also be given as an argument without a flag.
+    """
+    if positional_model:
+        parser.add_argument(
+            "model_argument", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="short for --model MODEL"
+        )
     declared = options_of(config).values()
     _add_flags(parser, [option for option in declared if not option.internal and option.name not in omit])
 
 
 def given_options(args: argparse.Namespace, config: type[Any], omit: Collection[str] = ()) -> dict[str, Any]:
-    """Return the options of `config` that were given, by field name."""
-    names = [option.name for option in fields(config) if option.name not in omit]
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
-
-
-def add_engine_options(parser: argparse.ArgumentParser, *, positional_model: bool = False) -> None:
-    """Add the options of `EngineConfig`; with `positional_model`, also a positional argument MODEL."""
-    if positional_model:
-        parser.add_argument(
-            "model_argument", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="short for --model MODEL"
-        )
-    add_options(parser, EngineConfig)
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine options that were given, by field name.
+    """Return the options of `config` that were given, by field name.
 
     Raises:
         ConfigError: two models were given.
     """
-    given = given_options(args, EngineConfig)
-    if hasattr(args, "model_argument"):
+    names = [option.name for option in fields(config) if option.name not in omit]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if "model" in names and hasattr(args, "model_argument"):
         if "model" in given:
             raise ConfigError(f"two models were given: {args.model_argument} and --model {given['model']}")
         given["model"] = args.model_argument

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_options, given_options
-from octavo.config import DEFAULT_MODEL
 from octavo.errors import ConfigError
 from octavo.planner.plan_options import PlanOptions
 from octavo.units import format_bytes
+from octavo.workloads.report import columns
 
 DESCRIPTION = """\
 Compute the memory that a model needs for a workload, and how many sequences fit. Nothing is loaded or downloaded: a
@@ -23,73 +22,35 @@ config.json, a GGUF file or the name of a well-known model (--list) is enough.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model_argument", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="short for --model MODEL"
-    )
-    parser.add_argument(
-        "--model",
-        default=argparse.SUPPRESS,
-        metavar="TEXT",
-        help="a folder with a config.json, a GGUF file, or a well-known model by its name or hub id "
-        f"(default: {DEFAULT_MODEL})",
-    )
     parser.add_argument("--list", action="store_true", help="print the names of the well-known models and exit")
-    parser.add_argument(
-        "--machine",
-        metavar="NAME",
-        help="plan for a device by name, with the memory of its data sheet: h100, a100-80gb, …; "
-        "`octavo simulate --list-machines` prints all",
-    )
-    parser.add_argument(
-        "--price-per-hour",
-        type=float,
-        metavar="X",
-        help="what all devices cost an hour, in any currency: adds the least price of a million output tokens; needs "
-        "--machine",
-    )
     add_json_option(parser, "tables")
     parser.add_argument(
         "--plot", metavar="FILE.png", help="plot how many users fit at once, by context (needs --memory; octavo[plot])"
     )
-    add_options(parser, PlanOptions)
+    add_options(parser, PlanOptions, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
     from octavo.planner.deployment import Deployment
     from octavo.planner.known_models import KNOWN_MODELS
-    from octavo.planner.price import decode_price
+    from octavo.planner.machine import computes_bf16
     from octavo.planner.report import report_of
-    from octavo.planner.roofline import find_machine
     from octavo.planner.sources import find_shape
     from octavo.workloads.plots import require_plot
 
     if args.list:
         print("\n".join(KNOWN_MODELS))
         return 0
-    if hasattr(args, "model") and hasattr(args, "model_argument"):
-        raise ConfigError(f"two models were given: {args.model_argument} and --model {args.model}")
+    given = given_options(args, PlanOptions)
     if args.plot:
         require_plot(args.plot)
-    if args.price_per_hour is not None:
-        _check_price(args)
-    here = _machine(args)
-    options = PlanOptions(**{**here, **given_options(args, PlanOptions)})
-    name = getattr(args, "model", getattr(args, "model_argument", DEFAULT_MODEL))
-    deployment = Deployment(find_shape(name), options)
-    report = report_of(deployment)
-    if args.price_per_hour is not None:
-        report["price"] = decode_price(deployment, find_machine(args.machine), args.price_per_hour)
-    if (
-        args.machine is None
-        and here.get("device") == "cpu"
-        and options.dtype == "auto"
-        and report["weights"] == "bfloat16"
-    ):
-        from octavo.planner.machine import computes_bf16
-
-        if not computes_bf16():
-            report["notes"].append("this CPU lacks bf16 instructions: `octavo serve` here takes --dtype float32")
-    if hasattr(args, "memory") and not hasattr(args, "device"):
+    here = _machine(given)
+    options = PlanOptions(**{**here, **given})
+    report = report_of(Deployment(find_shape(options.model), options))
+    is_served_here = options.machine is None and here.get("device") == "cpu"
+    if is_served_here and options.dtype == "auto" and report["weights"] == "bfloat16" and not computes_bf16():
+        report["notes"].append("this CPU lacks bf16 instructions: `octavo serve` here takes --dtype float32")
+    if "memory" in given and "device" not in given:
         report["notes"].append("--memory is taken as a GPU's: give --device cpu too for a machine without one")
     print(json.dumps(report) if args.json else "\n".join(_tables(report)))
     if args.plot:
@@ -97,28 +58,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_price(args: argparse.Namespace) -> None:
-    if not 0 < args.price_per_hour < math.inf:
-        raise ConfigError(f"--price-per-hour must be above 0, got {args.price_per_hour:g}")
-    if args.machine is None:
-        raise ConfigError(
-            "--price-per-hour needs --machine NAME, whose data sheet gives its speed; to use a measured speed, run "
-            "`octavo calibrate-speed` and `octavo simulate --speed FILE --price-per-hour X`"
-        )
-
-
-def _machine(args: argparse.Namespace) -> dict[str, Any]:
+def _machine(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that describe this machine, or that of --machine; empty if options describe another."""
     from octavo.planner.machine import available_memory, gpu_memory, limited_memory
+    from octavo.planner.roofline import find_machine
 
-    if args.machine is not None:
-        from octavo.planner.roofline import find_machine
-
-        if given := [flag for flag in ("memory", "device") if hasattr(args, flag)]:
-            raise ConfigError(f"--machine gives --memory and --device; leave out --{given[0]}")
-        machine = find_machine(args.machine)
+    if "machine" in given:
+        if others := [name for name in ("memory", "device") if name in given]:
+            raise ConfigError(f"--machine gives --memory and --device; leave out --{others[0]}")
+        machine = find_machine(given["machine"])
         return {"device": "cpu" if machine.on_cpu else "cuda", "memory": machine.memory}
-    if hasattr(args, "device") or hasattr(args, "memory") or hasattr(args, "tensor_parallel_size"):
+    if given.keys() & {"device", "memory", "tensor_parallel_size"}:
         return {}
     if (memory := gpu_memory()) is not None:
         return {"device": "cuda", "memory": limited_memory(memory)}
@@ -156,10 +106,10 @@ def _tables(report: Mapping[str, Any]) -> Iterator[str]:
             "activations": f"{format_bytes(report['activation_bytes_per_device'])}, estimated",
             "KV cache": format_bytes(report["kv_bytes_total_per_device"]),
             "swap space": _swap(report),
-            **_draft_model(report["draft_model_bytes"]),
-            **_host_prefixes(report),
-            **_stores(report),
-            **({"process": format_bytes(report["process_bytes"])} if report["process_bytes"] else {}),
+            "draft model": _draft_model(report["draft_model_bytes"]),
+            "prefixes in host memory": _host_prefixes(report),
+            "index of the disk, and blocks from Redis": _stores(report),
+            "process": format_bytes(report["process_bytes"]) if report["process_bytes"] else None,
             "needed": format_bytes(report["memory_needed_per_device"]),
         },
     )
@@ -199,13 +149,10 @@ def _verdict(report: Mapping[str, Any]) -> str:
 
 def _users(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the table of users at once: a row for each context of which any fit, a column for each KV cache."""
-    columns = [f"{dtype[:11]} cache" for dtype in rows[0]["by_kv_dtype"]]
-    shown = [row for row in rows if any(row["by_kv_dtype"].values())] or rows[:1]
-    yield ""
-    yield f"{'users at once by context':<26}" + "".join(f"{column:>18}" for column in columns)
-    for row in shown:
-        counts = "".join(f"{count:>18,}" for count in row["by_kv_dtype"].values())
-        yield f"  {row['context']:>9,} tokens{'':8}{counts}"
+    fitting = [row for row in rows if any(row["by_kv_dtype"].values())] or rows[:1]
+    heading = ["users at once by context", *(f"{dtype[:11]} cache" for dtype in rows[0]["by_kv_dtype"])]
+    counts = [[f"{row['context']:,} tokens", *(f"{n:,}" for n in row["by_kv_dtype"].values())] for row in fitting]
+    yield from ("", *columns(heading, counts))
 
 
 def _price(price: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[str]:
@@ -251,25 +198,28 @@ def _fitting(memory: Mapping[str, Any], device: str) -> dict[str, str]:
 
 
 def _alternatives(report: Mapping[str, Any]) -> Iterator[str]:
-    fitting = report["memory"] is not None
-    rows = {f"paged, {dtype}": figures for dtype, figures in report["by_kv_dtype"].items()}
+    caches = {f"paged, {dtype}": figures for dtype, figures in report["by_kv_dtype"].items()}
     reserved = f"{report['max_model_len']:,} tokens each"
-    rows[f"contiguous, {report['kv_cache_dtype']}, {reserved}"] = report["contiguous"]
-    width = max(map(len, rows)) + 2
-    yield ""
-    yield f"{'KV cache':<{width}}{'per sequence':>16}{'all sequences':>16}" + ("sequences that fit".rjust(20) * fitting)
-    for name, figures in rows.items():
-        columns = [format_bytes(figures["kv_bytes_per_sequence"]), format_bytes(figures["kv_bytes_total"])]
-        line = f"  {name:<{width - 2}}" + "".join(f"{column:>16}" for column in columns)
-        yield line + (f"{figures['sequences_that_fit']:>20,}" if fitting else "")
+    caches[f"contiguous, {report['kv_cache_dtype']}, {reserved}"] = report["contiguous"]
+    heading, rows = ["KV cache", "per sequence", "all sequences"], []
+    for name, figures in caches.items():
+        sizes = [format_bytes(figures[key]) for key in ("kv_bytes_per_sequence", "kv_bytes_total")]
+        rows.append([name, *sizes])
+        if report["memory"] is not None:
+            rows[-1].append(f"{figures['sequences_that_fit']:,}")
+    if report["memory"] is not None:
+        heading.append("sequences that fit")
+    yield from ("", *columns(heading, rows))
     yield f"a contiguous allocator would waste {_share(report['contiguous']['waste'])} of its memory"
 
 
-def _table(title: str, rows: Mapping[str, str]) -> Iterator[str]:
+def _table(title: str, rows: Mapping[str, str | None]) -> Iterator[str]:
+    """Yield a titled table of names and values, without the rows that have none."""
     yield ""
     yield title
-    width = max(map(len, rows)) + 2
-    for name, value in rows.items():
+    given = {name: value for name, value in rows.items() if value is not None}
+    width = max(map(len, given)) + 2
+    for name, value in given.items():
         yield f"  {name:<{width}}{value}"
 
 
@@ -294,30 +244,29 @@ def _swap(report: Mapping[str, Any]) -> str:
     return format_bytes(size) if report["swap_is_needed"] else f"{format_bytes(size)}, or what is left"
 
 
-def _draft_model(sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the row for the draft model; empty if none is asked for."""
+def _draft_model(sizes: Mapping[str, int]) -> str | None:
+    """Format the memory of the draft model; None if none is asked for."""
     if not any(sizes.values()):
-        return {}
+        return None
     parts = ", ".join(f"{format_bytes(size)} of {name}" for name, size in sizes.items())
-    return {"draft model": f"{format_bytes(sum(sizes.values()))}: {parts}"}
+    return f"{format_bytes(sum(sizes.values()))}: {parts}"
 
 
-def _host_prefixes(report: Mapping[str, Any]) -> dict[str, str]:
-    """Return the row for prefixes in host memory; empty if none are asked for."""
+def _host_prefixes(report: Mapping[str, Any]) -> str | None:
+    """Format the memory for prefixes in host memory; None if none are asked for."""
     if not (size := report["host_prefix_bytes"]):
-        return {}
+        return None
     where = "" if report["device"] == "cpu" else ", in the host's memory"
     slots = report["host_prefix_slots"]
     tokens = slots // len(report["kv_groups"]) * report["block_size"]
-    return {"prefixes in host memory": f"{format_bytes(size)}, {slots:,} blocks, {tokens:,} tokens{where}"}
+    return f"{format_bytes(size)}, {slots:,} blocks, {tokens:,} tokens{where}"
 
 
-def _stores(report: Mapping[str, Any]) -> dict[str, str]:
-    """Return the row for what disk and Redis take in memory; empty without them."""
+def _stores(report: Mapping[str, Any]) -> str | None:
+    """Format what disk and Redis take in memory; None without them."""
     if not (size := report["store_bytes"]):
-        return {}
-    where = "" if report["device"] == "cpu" else ", in the host's memory"
-    return {"index of the disk, and blocks from Redis": f"at most {format_bytes(size)}{where}"}
+        return None
+    return f"at most {format_bytes(size)}" + ("" if report["device"] == "cpu" else ", in the host's memory")
 
 
 def _share(share: float) -> str:

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from octavo.commands.common_options import add_json_option, add_window_options, positives
-from octavo.commands.options import add_engine_options, engine_options
-from octavo.config import checked_kv_cache_dtype
+from octavo.commands.options import add_options, given_options
+from octavo.config import EngineConfig, checked_kv_cache_dtype
 from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
 from octavo.kvcache.formats import KV_FORMATS
@@ -51,11 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plot", metavar="FILE", help="write the table as a PNG; needs matplotlib")
     add_json_option(parser)
-    add_engine_options(parser, positional_model=True)
+    add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    engine = engine_options(args)
+    engine = given_options(args, EngineConfig)
     if (budget := engine.pop("kv_budget", None)) is not None:
         return _compare_budgets(_budgets(budget), args, engine)
     args.window = args.window or 512

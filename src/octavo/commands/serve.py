@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from octavo.checkpoint.model_source import load_model_config, model_of, tokenizer_of
 from octavo.commands.interrupt import Interrupt, remembered_interrupt
-from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
+from octavo.commands.options import add_options, given_options
 from octavo.commands.settings import Settings
 from octavo.commands.torch_start import collection_paused, import_torch_to_serve, load_torch_libraries
 from octavo.config import SERVER_DEFAULTS, EngineConfig
@@ -40,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="TOML file of options; default: $OCTAVO_CONFIG",
     )
     add_options(parser, ServerConfig)
-    add_engine_options(parser, positional_model=True)
+    add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    flags = {**given_options(args, ServerConfig), **engine_options(args)}
+    flags = {**given_options(args, ServerConfig), **given_options(args, EngineConfig)}
     settings = Settings(
         (ServerConfig, EngineConfig), flags, os.environ, getattr(args, "config", None), [KEY_OPTIONS], SERVER_DEFAULTS
     )

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from octavo.commands.common_options import add_json_option
-from octavo.commands.options import add_engine_options, add_options, engine_options, given_options
+from octavo.commands.options import add_options, given_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.planner.roofline import MACHINES, find_machine
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for options in (SpeedOptions, FleetOptions, Demand, Questions):
         add_options(parser, options)
-    add_engine_options(parser, positional_model=True)
+    add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     demand, asked = Demand(**given_options(args, Demand)), Questions(**given_options(args, Questions))
     if asked.plot:
         require_plot(asked.plot)
-    options = engine_options(args)
+    options = given_options(args, EngineConfig)
     plan = _plan(args, options)
     plans = checked_variants(plan, asked.sweep)
     study = Study(demand, asked)

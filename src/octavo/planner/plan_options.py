@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
-from octavo.config import EngineConfig
+from octavo.config import DEFAULT_MODEL, EngineConfig
 from octavo.config_tables import SpeculativeConfig
 from octavo.errors import ConfigError
 from octavo.option import Options, option
@@ -34,6 +34,21 @@ _size = partial(_option, unit=BYTES)
 class PlanOptions(Options):
     """The options of `octavo plan`; those shared with `octavo serve` mean the same there."""
 
+    model: str = _option(
+        DEFAULT_MODEL, "a folder with a config.json, a GGUF file, or a well-known model by its name or hub id"
+    )
+    machine: str | None = _option(
+        None,
+        "plan for a device by name, with the memory of its data sheet: h100, a100-80gb, …; `octavo simulate "
+        "--list-machines` prints all",
+        metavar="NAME",
+    )
+    price_per_hour: float | None = _option(
+        None,
+        "what all devices cost an hour, in any currency: adds the least price of a million output tokens; needs "
+        "--machine",
+        above=0,
+    )
     context: int | None = _option(None, "tokens of one sequence, prompt and output; default: --max-model-len", least=1)
     concurrency: int | None = _option(
         None, "number of such sequences at once; default: as many as --memory holds, at least 1", least=1
@@ -84,6 +99,11 @@ class PlanOptions(Options):
     kv_remote: str | None = _option(None, "Redis or Valkey with shared prefixes; it is not contacted", metavar="URL")
 
     def _check_together(self) -> None:
+        if self.price_per_hour is not None and self.machine is None:
+            raise ConfigError(
+                "--price-per-hour needs --machine NAME, whose data sheet gives its speed; to use a measured speed, run "
+                "`octavo calibrate-speed` and `octavo simulate --speed FILE --price-per-hour X`"
+            )
         if self.weights != "auto" and self.quantization != "auto":
             raise ConfigError(f"weights {self.weights} and quantization {self.quantization} both choose the weights")
         for name in ("memory", "kv_cache_memory"):

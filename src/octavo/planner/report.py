@@ -13,6 +13,7 @@ from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import WEIGHT_BITS, without_windows
 from octavo.planner.deployment import Deployment
 from octavo.planner.model_shape import even_groups
+from octavo.planner.price import decode_price
 from octavo.units import format_bytes
 
 # Memory of an engine's process on a CPU without weights, activations and blocks (interpreter, libraries, tokenizer),
@@ -93,6 +94,7 @@ def report_of(plan: Deployment) -> dict[str, Any]:
         "contiguous": _figures(plan, plan.spec_of(plan.kv_dtype, "max"), concurrency),
         "sliding_window": _sliding_window(plan),
         "memory": _memory(plan),
+        "price": decode_price(plan),
         "notes": list(_notes(plan)),
     }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from octavo.commands.common_options import add_json_option, add_length_options, add_seed_option, positive
-from octavo.commands.options import add_engine_options, engine_options
+from octavo.commands.options import add_options, given_options
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.workloads import report, workload
 
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-id-end", type=positive, default=workload.END_TOKEN_ID, metavar="N", help="token ids are below this"
     )
     add_json_option(parser)
-    add_engine_options(parser, positional_model=True)
+    add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--num-iters-warmup must be at least 0, got {args.num_iters_warmup}")
     lengths = workload.Lengths.parse(args.input_len), workload.Lengths.parse(args.output_len)
     requests = workload.random_workload(args.batch_size, *lengths, args.workload_seed, args.token_id_end)
-    engine = engine_options(args)
+    engine = given_options(args, EngineConfig)
 
     from octavo import LLM, __version__
     from octavo.workloads import latency

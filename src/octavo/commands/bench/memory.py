@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from octavo.commands.common_options import add_json_option, add_seed_option, block_sizes, positive, positives
-from octavo.commands.options import add_engine_options
+from octavo.commands.options import add_options
+from octavo.config import EngineConfig
 from octavo.workloads.workload import NAMED_WORKLOADS
 
 DESCRIPTION = """\
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_seed_option(group)
     group.add_argument("--output", metavar="PATH", help="write PATH.json, PATH.md and PATH.png (needs matplotlib)")
     add_json_option(parser, "tables")
-    add_engine_options(parser, positional_model=True)
+    add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.commands.options import engine_options
+from octavo.commands.options import given_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
@@ -73,7 +73,7 @@ class _Bench:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = engine_options(args)
+    options = given_options(args, EngineConfig)
     for name, instead in (("block_size", "--block-sizes"), ("num_blocks", "--kv-cache-memory")):
         if name in options:
             raise ConfigError(f"{name} is what this benchmark compares: use {instead}")

@@ -13,7 +13,8 @@ from typing import Any
 
 from octavo.commands.bench.workload_options import Workload, add_workload_options, clip_to_model, load_requests
 from octavo.commands.common_options import add_json_option, add_rate_options
-from octavo.commands.options import add_engine_options, engine_argv, engine_options
+from octavo.commands.options import add_options, engine_argv, given_options
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.workloads import report, serving
 from octavo.workloads.http import PostUrl
@@ -45,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json_option(parser)
     add_workload_options(parser)
-    add_engine_options(parser, positional_model=True)
+    add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    options = engine_options(args)
+    options = given_options(args, EngineConfig)
     _check(args, options)
     work = load_requests(args)
     with _server(args, options) as (server, started):

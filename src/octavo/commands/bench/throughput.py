@@ -8,7 +8,8 @@ import time
 
 from octavo.commands.bench.workload_options import add_workload_options, clip_to_model, load_requests
 from octavo.commands.common_options import add_json_option
-from octavo.commands.options import add_engine_options, engine_options
+from octavo.commands.options import add_options, given_options
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.workloads import report, throughput
 
@@ -19,14 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="report the median of N runs")
     add_json_option(parser)
     add_workload_options(parser)
-    add_engine_options(parser, positional_model=True)
+    add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.runs < 1:
         raise ConfigError(f"--runs must be at least 1, got {args.runs}")
     work = load_requests(args)
-    engine = engine_options(args)
+    engine = given_options(args, EngineConfig)
 
     from octavo import LLM, __version__
 
