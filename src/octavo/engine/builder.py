@@ -105,7 +105,7 @@ def _depends_on_length(model: ModelConfig) -> bool:
 
 
 def _identity(config: EngineConfig, source: ModelSource, runner: ModelRunner, facts: RunnerFacts) -> tuple[str, ...]:
-    """Return what a block's bytes depend on, except its tokens."""
+    """Return everything that a block's bytes depend on, except its tokens."""
     # Products in another dtype, and quantised ones, which round activations, give other keys and values.
     return (
         model_fingerprint(Path(source.path)),
@@ -134,7 +134,7 @@ def _start_publisher(config: EngineConfig, kv: KVCacheManager, resources: ExitSt
 
 
 def _plans_ahead(config: EngineConfig, runner: ModelRunner) -> bool:
-    """Whether steps are planned ahead: not with drafts, which follow a token that must be known."""
+    """Whether steps are planned ahead; not with drafts, because a draft follows a token that must be known."""
     if config.speculative_config is not None:
         # Kernels read blocks of a multiple of 16 tokens; those of AMX round by the number of rows.
         on_kernels = runner.attention.name == "native" and runner.arena.spec.block_size % 16 == 0
@@ -177,7 +177,7 @@ class LoadedDraftModel(NamedTuple):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of its cache, which takes memory only as it is written."""
+        """Size of its cache in bytes; memory is only used once it is written."""
         return self.facts.num_blocks * self.facts.spec.block_bytes
 
     def drafts_for(self, target: ModelRunner, tokenizer: Tokenizer | None) -> DraftModel:

@@ -49,7 +49,7 @@ CLOSING_SECONDS = 10.0
 
 
 class _StepInFlight(NamedTuple):
-    """A plan that was handed to the runner, when, and the function that waits for its result."""
+    """A plan in the runner, its start time, and the function that waits for its result."""
 
     plan: StepPlan
     collect: Collect
@@ -66,7 +66,7 @@ class EngineCore:
         inputs: makes the requests, for the scheduler.
         publisher: publishes what the cache stores and removes, for indexes outside the engine.
         plan_log: records each plan and how long it took.
-        resources: what is closed with the engine.
+        resources: closed with the engine.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class EngineCore:
         return news
 
     def _restart_runner(self) -> StepNews:
-        """End the running requests and start a runner again that has lost its keys and values."""
+        """End the running requests, and restart a runner that has lost its keys and values."""
         failure, requests = self._recovery.runner_failed()
         self.publisher.publish()
         return StepNews(ended=[replace(ended, error_reason=failure) for ended in self._fail(requests, RANK_LOST)])

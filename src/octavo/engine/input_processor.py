@@ -89,7 +89,7 @@ class InputProcessor:
     def make_without_grammar(
         self, prompt: Prompt, params: SamplingParams, context: RequestContext, *, add_special_tokens: bool = True
     ) -> Request:
-        """Do all that `make` does but compiling the grammar, which the caller does."""
+        """Do all that `make` does, except compiling the grammar, which is left to the caller."""
         if context.pooling is not None:
             params = _EMBEDDING
         self.config.limits.check_context(context.priority, context.cache_salt)
@@ -135,7 +135,7 @@ class InputProcessor:
         return request
 
     def _outline(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return what a JSON Schema says about the tokens of the output, if drafts may be made from it.
+        """Return the tokens of the output that a JSON Schema determines, if drafts may be made from it.
 
         Drafts begin with what is on one line, and go on with what is indented where the output is.
         """
@@ -153,9 +153,9 @@ class InputProcessor:
         return tuple(outline[: self.max_model_len])
 
     def _quoted(self, params: SamplingParams, prompt_ids: Seq[int]) -> tuple[int, ...]:
-        """Return how names and numbers of a prompt begin as strings in JSON, if drafts may be made from them.
+        """Return the first tokens of a prompt's names and numbers as JSON strings, if drafts may be made from them.
 
-        After a quotation mark, a tokenizer may spell a word in another way than after a space.
+        A tokenizer may split a word differently after a quotation mark than after a space.
         """
         wanted = params.structured_outputs
         if self.scheduler.speculator is None or self.tokenizer is None or wanted is None or wanted.json is None:
@@ -215,7 +215,7 @@ class InputProcessor:
         return found
 
     def _longest_output(self, num_prompt_tokens: int, tenant: str, budget: KVBudget | None) -> int:
-        """Return the number of output tokens that the model's length, the cache and the tenant's cap leave room for."""
+        """Return the most output tokens that the model's length, the cache and the tenant's cap allow."""
         if num_prompt_tokens >= self.max_model_len:
             raise ContextLengthError(
                 f"this model's maximum context length is {self.max_model_len} tokens, "

@@ -172,10 +172,10 @@ def _pins_report(kv: KVCacheManager) -> dict[str, int]:
 
 
 def budget_fields(request: Request, holdings: Holdings) -> dict[str, Any] | None:
-    """Return a request's budget for JSON, with the tokens that its sequences have let go, or of which the next step
-    skips so many in a layer that reads sparsely; None without one.
+    """Return a request's budget for JSON, with the tokens that its sequences have evicted, and those that the next step
+    skips in a sparse layer; None without one.
 
-    A budget that decides by attention has let go of `evicted_mass` of the mass that it measured, from 0 to 1.
+    `evicted_mass` is the share of the measured attention that went to evicted blocks, from 0 to 1.
     """
     if (budget := request.params.kv_budget) is None:
         return None

@@ -83,11 +83,11 @@ class NullPublisher:
         """Hand over what the log has collected since the last call; in the engine's thread, after each step."""
 
     def close(self) -> None:
-        """Send what is left, for a second at most."""
+        """Send what is left, which takes at most a second."""
 
 
 class KVEventPublisher(NullPublisher):
-    """Never blocks the engine: a reader that is slow misses batches, and a queue that is full is emptied.
+    """Publishes without blocking the engine: a slow reader misses batches, and a full queue is emptied.
 
     Args:
         log: the cache's event log.
@@ -187,7 +187,7 @@ class KVEventPublisher(NullPublisher):
         self._sent_at = time.monotonic()
 
     def _answer(self) -> None:
-        """Send a reader the batches from the number that it asks for, and an end."""
+        """Send a reader the batches from the requested number on, and an end marker."""
         assert self._router is not None
         frames = self._router.recv_multipart()
         identity, wanted = frames[0], frames[-1]

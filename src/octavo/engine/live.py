@@ -141,7 +141,7 @@ def describe_request(scheduler: Scheduler, request_id: str) -> dict[str, Any] | 
     """Describe a request and the block tables of its sequences; None if it has ended.
 
     `reused` has the blocks that other requests computed, by request: once this one has ended, a block holds its tokens
-    as long as the same request is the one that computed it, which `computed_by` tells.
+    as long as `computed_by` returns the same request.
     """
     request = scheduler.live.get(RequestId(request_id))
     if request is None:

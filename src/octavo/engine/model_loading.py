@@ -77,7 +77,7 @@ def choose_target(config: EngineConfig) -> LoadTarget:
 
 
 def load_with_threads(target: LoadTarget, num_threads: int, rank: Rank | None = None) -> CausalLM:
-    """Load the model, and set the numbers of threads that loading it and running it take."""
+    """Load the model, and set the number of threads for loading and for running it."""
     if kernels.available():
         kernels.set_num_threads(num_threads)  # loading packs weights in these threads too
     # Loading consists of thousands of short operations. With several threads each waits for the slowest, which took
@@ -176,7 +176,7 @@ def _with_dtype(target: LoadTarget) -> LoadTarget:
 
 
 def _with_number_of_ranks(target: LoadTarget) -> LoadTarget:
-    """Resolve a `tensor_parallel_size` of "auto"; raises `ConfigError` if a number cannot be had."""
+    """Resolve a `tensor_parallel_size` of "auto"; raises `ConfigError` if a number is impossible."""
     if target.config.tensor_parallel_size != "auto":
         _require_splittable(target)
         return target
@@ -210,7 +210,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def choose_kv_scales(config: EngineConfig, source: ModelSource, arena: KVArena, model: CausalLM) -> str:
-    """Choose the scales of calibrated codecs; returns what identifies them, empty if there are none.
+    """Choose the scales of calibrated codecs; returns an identifier of them, empty if there are none.
 
     Raises:
         ConfigError: scales are given for a cache that has none.

@@ -19,7 +19,7 @@ GRAMMAR_TOO_COMPLEX = "grammar_too_complex"
 
 
 class OutputKind(Enum):
-    """The parts that each `RequestOutput` of a request contains."""
+    """Which outputs each `RequestOutput` of a request contains."""
 
     DELTA = "delta"  # what is new since the previous output
     FINAL = "final"  # a single output, at the end

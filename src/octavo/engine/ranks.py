@@ -50,7 +50,7 @@ def _bind_until(undo: ExitStack, cpus: frozenset[int]) -> None:
 
 
 def followed_threads(config: EngineConfig, followed: FollowedCores, cpus: frozenset[int]) -> Callable[[], int]:
-    """Return what tells how many threads each rank of this machine is to have, which changes with its limits."""
+    """Return a function that returns the threads per rank of this machine, which follow its limits."""
     if config.num_threads is not None:
         num_threads = config.num_threads
         return lambda: num_threads
@@ -110,7 +110,7 @@ def start_ranks(
 
 
 def _describe(target: LoadTarget, sizing: Sizing, memory: tuple[int, int, int]) -> str:
-    """Return what all machines must have alike."""
+    """Return a description that must be equal on all machines."""
     config, specs = target.config, [sizing.rank_spec(rank) for rank in range(target.config.num_ranks)]
     options = config.quantization, config.deterministic, config.kv_scales, target.dtype
     return repr((octavo.__version__, model_fingerprint(target.source.path), *options, memory, specs))
@@ -127,7 +127,7 @@ def load_share(job: RankJob) -> NativeDecoder:
 
 
 def serve_ranks(config: EngineConfig) -> None:
-    """Compute what machine 0 sends, as another of several machines, until that or a rank of this machine is lost.
+    """Compute the steps that machine 0 sends, until machine 0 or a rank of this machine is lost.
 
     Raises:
         ModelError, ConfigError: see `build_engine`; or machine 0 runs something else.

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 StepRow = tuple[Sequence, int, int]
 """A sequence, with the first token and the end of the range that a step computes."""
 
-# How often the engine tries to compute a token of its own before it declares itself dead.
+# How often the engine tries to compute a token of a dummy request before it declares itself dead.
 PROBES = 3
 # The maximum number of requests named in a log message.
 _MAX_NAMED = 20
@@ -34,7 +34,7 @@ Progress = Callable[[RequestId], int | None]
 
 
 class FaultIsolation:
-    """Decides which requests may take part in the next step, until the one at fault is found; knows only their ids.
+    """Decides which requests take part in the next step, by their ids, until the one at fault is found.
 
         all ──fails──> all once more ──fails──> one half ──fails──> … ──fails──> a single one ──fails twice──> at fault
          ^                  │                      └──succeeds──> the other half, and so on
@@ -114,7 +114,7 @@ def _uncleared(goals: dict[RequestId, int], progress: Progress) -> dict[RequestI
 class Recovery:
     """Ends the requests that make a step fail, and starts over with all others.
 
-    Before it blames a request, it computes a token of a request of its own, to see whether anything can be computed.
+    Before it blames a request, it computes one token of a dummy request, to see whether anything can be computed.
     Methods that handle a failure return the requests that they have ended, with `FinishReason.ERROR`.
 
     Attributes:

@@ -181,7 +181,7 @@ def _warm_up(config: EngineConfig, runner: ModelRunner) -> None:
 
 
 def _capture(config: EngineConfig, attention: AttentionBackend, arena: KVArena, device: torch.device) -> Capture | None:
-    """Return what records decode steps on a GPU; None if a layer lacks kernels, so that steps wait for the host."""
+    """Return the recorder of decode steps on a GPU; None if a layer lacks kernels, so that steps wait for the host."""
     if device.type != "cuda" or config.enforce_eager or attention.name != "triton":
         return None
     from octavo.attention.triton.backend import TritonAttention
@@ -197,7 +197,7 @@ def _measures_refusal(spec: KVCacheSpec, device: torch.device, *, has_ranks: boo
 
 
 def _require_kernels(config: EngineConfig, model: CausalLM, arena: KVArena, attention: AttentionBackend) -> None:
-    """Refuse what must run on the C++ kernels and does not: they alone control their order of sums, and serve ranks."""
+    """Refuse options that need the C++ kernels, which alone fix the order of sums and serve ranks, without them."""
     if not config.deterministic and config.num_ranks == 1:
         return
     if not isinstance(model, NativeDecoder):

@@ -38,7 +38,7 @@ class Turns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(self, tenant: str, begin: Callable[[], asyncio.Future[_T]], patience: float | None = None) -> _T:
-        """Wait for a place, and hold it until what `begin` returns has ended, even if the caller has left; return that.
+        """Wait for a place, hold it until `begin`'s future is done, even if the caller has left; return its result.
 
         Raises:
             TimeoutError: there was no place within `patience` seconds.
@@ -81,7 +81,7 @@ class Turns:
         self._waiting.clear()
 
     def _let_in(self) -> None:
-        """Give the places that are free to those whose turn it is."""
+        """Give free places to the tenants whose turn it is."""
         num_held = sum(map(self._held.__getitem__, self._held))
         while (tenant := self._held.next(self._waiting)) is not None:
             if num_held >= self._places + (not self._held[tenant]):
@@ -97,7 +97,7 @@ class Turns:
 
 
 class TenantThreads:
-    """Threads in which the work of tenants is done in turn. Used only from the event loop.
+    """Threads that do the tenants' work in turn. Used only from the event loop.
 
     Args:
         places: number of threads for any tenant; one more is reserved for tenants that have none.

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Watches the engine's thread from a thread of its own.
+    """Watches the engine's thread, from another thread.
 
     A step that has not ended after `seconds` is logged with the thread's stack, counted, and shown in the statistics
     until it ends. It is logged again each time its age has doubled.

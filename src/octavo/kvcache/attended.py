@@ -37,7 +37,7 @@ class AttendedBlocks:
         num_blocks: the most that it keeps once the sequence exceeds the budget.
 
     Attributes:
-        mass_let_go: mass that blocks had when they were let go.
+        mass_let_go: mass of the evicted blocks when they were evicted.
     """
 
     leaves_out = True
@@ -73,7 +73,7 @@ class AttendedBlocks:
         return int(self._mass.sum())
 
     def add(self, mass: Mass) -> None:
-        """Add what some rows attended to, whose blocks are all that the group keeps: [blocks]."""
+        """Add the attention of some rows to all blocks that the group keeps: [blocks]."""
         self._grow(len(mass) - len(self._indices))
         self._mass[: len(mass)] += mass
 
@@ -81,7 +81,7 @@ class AttendedBlocks:
         return num_computed + self._budget.tokens_until_eviction(num_computed, self._num_prompt_tokens, block_size)
 
     def let_go(self, table: Seq[int], num_computed: int, block_size: int) -> Seq[int]:
-        """Choose which blocks go, so that those kept and that of the next token are within the budget."""
+        """Choose blocks to evict, so that the rest, with the next token's block, is within the budget."""
         if num_computed < self._first_eviction:
             return ()
         self._grow(-(-num_computed // self._size) - self._length)

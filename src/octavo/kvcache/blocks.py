@@ -29,8 +29,7 @@ class BlockRecords:
         tokens       "                   the prefix index: its token ids
         sources      "                   the prefix index: tenant, scope and request that computed it
 
-    An eviction policy keeps its order in arrays of its own, because host memory and disk, which have other records,
-    use the same policies.
+    An eviction policy has its own arrays, because host memory and disk, with other records, use the same policies.
 
     Args:
         num_blocks: size of the pool, including the null block.

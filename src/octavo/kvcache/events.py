@@ -29,7 +29,7 @@ _OTHER, _ANNOUNCED, _HELD_BACK = range(3)
 
 
 class BlocksStored(NamedTuple):
-    """Consecutive blocks of one prefix that can be found from now on.
+    """Consecutive blocks of one prefix that have become available.
 
     Attributes:
         block_hashes: the first 64 bits of each block's key, which also covers tenant, model, codec and block size.
@@ -45,14 +45,14 @@ class BlocksStored(NamedTuple):
 
 
 class BlocksRemoved(NamedTuple):
-    """Blocks that can no longer be found."""
+    """Blocks that are no longer available."""
 
     block_hashes: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """All announced blocks at one moment, for an index that must begin anew; parents come before their children.
+    """All announced blocks at one moment, for an index that starts over; parents come before their children.
 
     Attributes:
         hashes, parents: 64 bits of each block's key and of its parent's, [blocks].

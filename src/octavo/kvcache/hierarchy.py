@@ -106,7 +106,7 @@ class CacheHierarchy:
         demotion: `on_evict`, `on_second_use` or `all`.
 
     Attributes:
-        swapped: what was kept for preempted sequences so far.
+        swapped: totals of what was kept for preempted sequences.
         num_kept: number of slots that are held for preempted sequences.
     """
 
@@ -288,7 +288,7 @@ class CacheHierarchy:
         return PrefixHit(left.num_tokens, tables, tuple(loads))
 
     def _give_up(self, seq_id: SequenceId) -> None:
-        """Forget what a preempted sequence left, and keep nothing for it any longer."""
+        """Forget what a preempted sequence left, and release what is kept for it."""
         if (left := self._left.pop(seq_id, None)) is None:
             return
         for (_, index), kept in left.blocks.items():
@@ -370,7 +370,7 @@ class CacheHierarchy:
         self.host.complete()
 
     def fail(self) -> None:
-        """Note that the step failed: what it was to store is lost, and so are preempted sequences that need it."""
+        """Note that the step failed: blocks it was to store are lost, and the sequences that need them start over."""
         if lost := set(self.host.fail()):
             for kept in self._kept.values():
                 if kept.slot in lost:
@@ -381,7 +381,7 @@ class CacheHierarchy:
                     self._give_up(seq_id)
 
     def _note_resumed(self, seq_id: SequenceId) -> None:
-        """Forget what a sequence left that has it back."""
+        """Forget what a sequence left, once it has it back."""
         self.swapped.sequences_in += 1
         self._give_up(seq_id)
 

@@ -44,7 +44,7 @@ class Retention(Protocol):
     def leaves_out(self) -> bool: ...
 
     def let_go(self, table: Seq[int], num_computed: int, block_size: int) -> Seq[int]:
-        """Choose the blocks that no later token reads, once `num_computed` tokens are computed, and forget them.
+        """Choose and forget the blocks that no token after the first `num_computed` reads.
 
         Returns:
             Their indices in the group's table.
@@ -116,12 +116,12 @@ class Holding:
         return kept, tuple(len(table) - len(left) for table, left in zip(tables, kept, strict=True))
 
     def commit_at(self, num_computed: int, block_size: int) -> int:
-        """Return the number of computed tokens at which a block is full, or some may be let go."""
+        """Return the number of computed tokens at which a block is full, or some may be released."""
         full = num_computed - num_computed % block_size + block_size
         return min([full, *(each.due_at(num_computed, block_size) for each in self.retained)])
 
     def empty_tables(self) -> list[BlockTable]:
-        """Take the blocks out, and return the tables that they stood in; the chain is kept."""
+        """Remove the blocks, and return their tables; the chain is kept."""
         tables, num_groups = self.tables, len(self.tables)
         self.tables = [new_table() for _ in range(num_groups)]
         self.num_published = self.capacity = 0
@@ -155,7 +155,7 @@ class Holdings(dict[Sequence, Holding]):
         return holding
 
     def retained(self, seq: Sequence) -> Seq[Retention]:
-        """Return what decides which blocks each group keeps of a sequence that has none yet."""
+        """Return the retention of each group, for a sequence without blocks."""
         budget = seq.request.params.kv_budget
         if budget is None or not budget.evicts or (budget.measures and seq.measured_from is None):
             return self._windows

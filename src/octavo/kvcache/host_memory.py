@@ -129,7 +129,7 @@ class HostMemory:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether the next step has anything to move."""
+        """Whether the next step has transfers."""
         return bool(self._stores or self._loads)
 
     # Looking up and holding
@@ -158,7 +158,7 @@ class HostMemory:
         return Lent(slot, fill, label) if label.key == key else None
 
     def still_lends(self, lent: Lent) -> bool:
-        """Return whether all that was read of a slot since `lend` belongs to its label."""
+        """Return whether everything read from a slot since `lend` belongs to its label."""
         return self._fills[lent.slot] == lent.fill
 
     def origin(self, slot: HostBlockId) -> str:
@@ -337,7 +337,7 @@ class HostMemory:
                 self._writing[slot] = Slot.KEEPING
         for slot in list(self._stores):
             self.hold((slot,))
-            self.release((slot,))  # which cancels the store if nobody else holds the slot
+            self.release((slot,))  # which cancels the store unless the slot is held elsewhere
 
     def check(self, kept: Iterable[HostBlockId]) -> Iterator[str]:
         """Check every slot, the index, and that each reference and each write has a known owner. O(slots).

@@ -239,9 +239,9 @@ class RequestCopy(NamedTuple):
 
 
 class Latest(Generic[_T]):
-    """Counts what happened since the start, and remembers the last `most`, which the live page shows.
+    """Counts events since the start, and remembers the last `most`, which the live page shows.
 
-    Each reader passes the count that it last saw, and gets what came after it.
+    Each reader passes the count that it last saw, and gets newer entries.
     """
 
     def __init__(self, most: int) -> None:
@@ -253,7 +253,7 @@ class Latest(Generic[_T]):
         self._latest.extend(items)
 
     def since(self, count: int) -> list[_T]:
-        """Return what came after the first `count`, as far as it is remembered."""
+        """Return the remembered entries after the first `count`."""
         return list(islice(self._latest, max(0, len(self._latest) - self.count + count), None))
 
 

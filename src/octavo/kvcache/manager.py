@@ -124,7 +124,7 @@ class KVCacheManager:
         return self.holdings[seq].tables
 
     def match(self, seq: Sequence) -> PrefixHit:
-        """Return what a preempted sequence left, or else the longest prefix cached on the device and in host memory.
+        """Return a preempted sequence's blocks, or else the longest prefix cached on the device and in host memory.
 
         The sequence must hold no blocks, and takes none.
         """
@@ -146,7 +146,7 @@ class KVCacheManager:
         return holding.cached_length
 
     def tokens_after(self, seq: Sequence, most: int) -> tuple[int, ...]:
-        """Return at most `most` tokens that followed all tokens of a running sequence before, as far as is cached."""
+        """Return at most `most` cached tokens that followed the tokens of a running sequence in earlier requests."""
         if not self.caches_prefixes or seq.request.params.kv_budget is not None:
             return ()
         chain, size = self.holdings[seq].chain, self.spec.block_size
@@ -272,7 +272,7 @@ class KVCacheManager:
 
         Returns:
             Whether it was done; if not, nothing has changed: a block is shared and must be copied first, there are too
-            few blocks, or tenants' blocks are counted, so that each sequence may take a number of its own.
+            few blocks, or tenants' blocks are counted, so that each sequence has its own limit.
         """
         pool, size = self.pool, self.spec.block_size
         if pool.owners is not None or len(seqs) * len(self.spec.groups) > pool.num_available:

@@ -8,7 +8,7 @@ frequent kind limits the size of all groups.
     32 layers, one kind                 ->  group 0: all 32
 
 A budget with entropies of attention divides the layers without a window into groups of like entropy, two to four unless
-windows allow only smaller ones. Each group keeps blocks of its own choice, and a number of its own.
+windows allow only smaller ones. Each group chooses its blocks and their number.
 
     30 layers, with entropies           ->  groups 0, 1, 2: 10 each, by ascending entropy
 
@@ -249,7 +249,7 @@ class KVCacheSpec:
         return -(-num_tokens // self.block_size)
 
     def windows(self, budget: KVBudget | None = None) -> tuple[Window | None, ...]:
-        """Return what each group keeps of a sequence; None for everything, or what attention decides (`attended.py`).
+        """Return each group's window; None if it keeps everything, or attention decides (`attended.py`).
 
         A budget that slides is a window over the groups with full attention, with one block of sinks.
         """

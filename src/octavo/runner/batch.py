@@ -35,7 +35,7 @@ class StepBatch:
         queries     | 4 | 4 | 4                | 7                       |
         draws             ^   ^                                        ^
 
-    Each token of a decode, or that reads few blocks under a budget, is a query of its own. All keys and values of a
+    Each token of a decode, or one that reads few blocks under a budget, is a separate query. All keys and values of a
     step are written before any is read, so such a query reads those of the tokens before it.
 
     Right after a model has read all its weights, each call of another function costs microseconds, however little it
@@ -153,7 +153,7 @@ class StepBatch:
         return np.arange(first, first + count)
 
     def begin(self) -> None:
-        """Go on with these inputs after others."""
+        """Switch back to these inputs after others were used."""
         self._inputs.pad(len(self._positions))
         self._inputs.rows[: len(self._query_rows)] = self._query_rows
         self._steps_left = 0
@@ -218,7 +218,7 @@ class StepBatch:
         }
 
     def _measure(self) -> None:
-        """Note what queries see of sequences that have let go of blocks, and make room for the mass of blocks."""
+        """Note which tokens queries see of sequences that have evicted blocks, and make room for the blocks' mass."""
         attention, size, device = self.attention, self._block_size, self.token_ids.device
         gone = self._table.num_let_go[:, self._query_rows]
         kept = self._ends - gone * size
@@ -242,7 +242,7 @@ class StepBatch:
             self._measured.setdefault(row, []).append((begin, counts))
 
     def _sinks(self) -> SinkReads | None:
-        """Return what sequences see that have evicted tokens under their budget; None if none has."""
+        """Return which tokens are visible of sequences that have evicted some under a budget; None if none has."""
         kept = self._table.budgets["kept"]
         budgets, of_tokens = kept[self._query_rows], kept[self._token_rows]
         if not ((self._ends > budgets) & (budgets > 0)).any():
@@ -286,7 +286,7 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Builds each step's `StepBatch`, from its plan and what earlier plans said about its sequences.
+    """Builds each step's `StepBatch`, from its plan and from what earlier plans have sent of its sequences.
 
     Attributes:
         inputs: the buffers of steps of up to `padded_size(max_rows)` decodes; other steps have larger ones.
@@ -356,7 +356,7 @@ class BatchBuilder:
         self._drawn = token_ids
 
     def forget(self, plan: StepPlan) -> None:
-        """Apply a plan without rows, which only makes the runner forget sequences."""
+        """Apply a plan without rows, which only drops sequences."""
         self.sequences.apply(plan)
         self._batch = None
         self._batches.clear()
@@ -388,7 +388,7 @@ class BatchBuilder:
 
 
 def _each_draws(plan: StepPlan) -> bool:
-    """Whether each token of a plan is computed to draw the next, and for nothing else."""
+    """Whether every token of a plan is computed only to draw the next."""
     if plan.num_streams == len(plan.seq_ids):
         return True
     return plan.is_decodes and plan.lengths == plan.draws and not (plan.sibling_seeds or plan.scores or plan.pools)

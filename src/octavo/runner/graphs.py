@@ -37,7 +37,7 @@ _LEFT_FREE = 1 << 30
 
 
 def padded_context(longest: int, mean: int, max_model_len: int) -> int:
-    """Return 256 if that is enough for the longest context, else the next power of two from the mean of them on.
+    """Return 256 if the longest context fits, else the first power of two that is not below their mean.
 
     The longest decides only whether each context is one split of the attention; programs are launched for their sum.
     """

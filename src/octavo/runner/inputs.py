@@ -80,7 +80,7 @@ class StepInputs:
         return views
 
     def views(self, num_seqs: int, num_tokens: int, num_outputs: int) -> InputViews:
-        """Return the first entries on the device. Numbers that the host needs of the attention are left at 0."""
+        """Return the first entries on the device. Numbers of the attention that only the host needs are left at 0."""
         device = self._device
         attention = AttentionBatch(
             query_start=device[_BOUNDS].view(torch.int32)[: num_seqs + 1],

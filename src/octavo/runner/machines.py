@@ -7,7 +7,7 @@
       a step  ────────── broadcast ────────────>   the message of each step (`csrc/rank_steps.h`)
             <────────── all-gather ────────────>   columns of activations, four times a layer
 
-Whatever fails ends the group. Machine 0 starts it again, in the same process; another machine ends, and whoever
+Whatever fails ends the group. Machine 0 starts it again, in the same process; another machine ends, and whatever
 supervises it starts it again. What goes over the wire is numbers and activations, in the clear: the network must be
 trusted. Plain connections, because a step over gloo takes five times as long (a token of SmolLM2 between two processes:
 42 to 57 ms over gloo, 7 to 10 like this).
@@ -51,7 +51,7 @@ SILENT_S = 20.0
 
 FIRST_JOIN_S = 3600.0
 JOIN_AGAIN_S = 120.0
-"""How long machines wait for each other; again, for those that whoever supervises them starts again."""
+"""How long machines wait for each other; again, for those that their supervisors restart."""
 
 _SIGN_S = 1.0
 _GREETING_S = 5.0
@@ -94,7 +94,7 @@ class Machines:
         self.link = (self._gather, self._broadcast)
 
     def join(self) -> None:
-        """Connect to every other machine anew; raises `ExecutorError` if one does not come in time."""
+        """Connect to every other machine again; raises `ExecutorError` if one does not come in time."""
         self.leave()
         self._store.set_timeout(timedelta(seconds=self._join_s))
         ends, self._join_s = time.monotonic() + self._join_s, JOIN_AGAIN_S
@@ -107,8 +107,9 @@ class Machines:
         logger.info("machine %d of %d has joined the others", self._machine, self._count)
 
     def _connect(self, met: Any, ends: float) -> None:
-        """Connect to the machines before this one, and let those after it connect, which prove that they know a token
-        from the store; raises OSError or RuntimeError.
+        """Connect to the machines before this one, and accept those after it; raises OSError or RuntimeError.
+
+        They prove that they know a token from the store.
         """
         family, *_, address = getaddrinfo(self._host, 0, type=SOCK_STREAM)[0]
         token = uuid.uuid4().bytes
@@ -128,7 +129,7 @@ class Machines:
                     greeting = other.recv(len(token) + 4, MSG_WAITALL)
                 machine = int.from_bytes(greeting[len(token) :], "big")
                 if greeting[: len(token)] != token or not self._machine < machine < self._count:
-                    other.close()  # of whoever else has found the port
+                    other.close()  # of another client that has found the port
                     continue
                 self._others[machine] = other
         for other in self._others.values():
@@ -148,10 +149,10 @@ class Machines:
             pause.wait(0.2)
 
     def agree(self, description: str, sizes: Sequence[int]) -> list[int]:
-        """Return the least of all machines' sizes, each of which is at least 0.
+        """Return the minimum of all machines' sizes, each at least 0.
 
         Raises:
-            ConfigError: a machine has another description of what it runs.
+            ConfigError: a machine runs something else, by its description.
             ExecutorError: a machine was lost.
         """
         digest = int.from_bytes(blake2b(description.encode(), digest_size=7).digest(), "little")
@@ -168,13 +169,13 @@ class Machines:
         return [min(each) for each in zip(*(rest for _, *rest in told), strict=True)]
 
     def watch(self, on_loss: Callable[[str], None]) -> None:
-        """Call `on_loss` in another thread, with the reason, when another machine has given no sign of life."""
+        """Call `on_loss` in another thread, with the reason, when another machine is silent for too long."""
         self._watching = threading.Event()
         arguments = (self._store.clone(), self._start, self._watching, on_loss)
         threading.Thread(target=self._watch, args=arguments, name="octavo-machines", daemon=True).start()
 
     def _watch(self, store: Any, start: int, stopped: threading.Event, on_loss: Callable[[str], None]) -> None:
-        """Machine 0 looks for signs of all others, and each of these for machine 0's."""
+        """Machine 0 watches all others, and each of these watches machine 0."""
         store.set_timeout(timedelta(seconds=SILENT_S))
         others = range(1, self._count) if self._machine == 0 else [0]
         signs, silent = dict.fromkeys(others, -1), dict.fromkeys(others, 0.0)
@@ -234,7 +235,7 @@ class Machines:
 
     @staticmethod
     def _move(parts: dict[int, memoryview], move: Callable[[int, memoryview], int]) -> None:
-        """Move as many bytes as connections take or have now; removes the machines that are done."""
+        """Send and receive as many bytes as connections allow now; removes the machines that are done."""
         for machine, part in list(parts.items()):
             with suppress(BlockingIOError):
                 parts[machine] = part[move(machine, part) :]
@@ -272,6 +273,6 @@ def _own_address(config: EngineConfig) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return what the store or the system says, without its source line and the advice after it."""
+    """Return the error of the store or the system, without its source line and advice."""
     line = str(error).partition("\n")[0]
     return re.sub(r"^\[\S*\] *", "", line).partition(". This ")[0]

@@ -59,7 +59,7 @@ class RankJob:
         spec: its share of the KV cache.
         dtype: torch's name of the dtype of weights and activations.
         file: descriptor of the memory that ranks share.
-        cpus: what its threads run on: those of its NUMA nodes.
+        cpus: the CPUs of its NUMA nodes, on which its threads run.
         memory: bytes of that memory for messages, for each register, and for logits.
     """
 
@@ -82,7 +82,7 @@ class RankGroup:
 
     Args:
         jobs: the job of each rank of this machine, without `file`.
-        description: of what all machines must run alike.
+        description: must be equal on all machines.
 
     Attributes:
         native: the first rank's side of the shared memory.
@@ -122,7 +122,7 @@ class RankGroup:
             self._machines.join()
 
     def _run(self, job: RankJob, started: Future[HelperProcess]) -> None:
-        """Start a rank and wait until it ends: the rank is killed when the thread that has started it ends."""
+        """Start a rank and wait for its end; it is killed when the thread that started it ends."""
         try:
             process = HelperProcess(
                 "octavo.engine.rank", first=[pickle.dumps(job)], files=[job.file], start_seconds=_LOADING_S
@@ -143,13 +143,13 @@ class RankGroup:
             self.on_failure()
 
     def use_threads(self, count: int) -> int:
-        """Let each rank of this machine compute the next step with so many threads; returns their number."""
+        """Set the number of threads with which each rank of this machine computes the next step; returns it."""
         self.native.num_threads = count
         return count
 
     @property
     def failure(self) -> str:
-        """Why no step can be computed any more; empty if it can."""
+        """Why no more steps can be computed; empty if they can."""
         return self.native.failure
 
     def loaded(self) -> int:
@@ -190,7 +190,7 @@ class RankGroup:
         return enumerate(self._processes, start=self._jobs[0].rank + 1)
 
     def copy_blocks(self, plan: StepPlan) -> None:
-        """Do a plan's transfers in the other ranks, in their order."""
+        """Do a plan's transfers in the other ranks, in order."""
         if plan.stores:
             self.native.copy(False, True, [(swap.device, swap.host) for swap in plan.stores])
         if plan.copies:

@@ -37,7 +37,7 @@ Collect = Callable[[], StepResult]
 
 
 class ModelRunner:
-    """A model, the arena its keys and values live in, and the sampler. Executes plans in order.
+    """A model, the arena with its keys and values, and the sampler. Executes plans in order.
 
         launch(t)   launch(t+1)   result of t   launch(t+2)   result of t+1 …     if plans are made ahead
 
@@ -167,7 +167,7 @@ class ModelRunner:
         return collect
 
     def failure(self) -> str:
-        """Return how another rank has failed, so that no plan can be executed before a `restart`; empty if none has."""
+        """Return the failure of another rank, after which only `restart` is possible; empty if there is none."""
         return "" if self._ranks is None else self._ranks.failure
 
     def watch(self, on_failure: Callable[[], None]) -> None:
@@ -222,7 +222,7 @@ class ModelRunner:
         return self._later(partial(self._sample_and_score, batch, logits, later))
 
     def _prepared(self, batch: StepBatch) -> PlainDraw:
-        """Return what draws for a plain batch, at its present positions."""
+        """Return the prepared draw of a plain batch, at its present positions."""
         if batch.draw is None:
             batch.draw = self._sampler.prepare(
                 batch.sampling, self.model.vocab_size, batch.sample_rows, overwrite_logits=True
@@ -245,7 +245,7 @@ class ModelRunner:
         )
 
     def _later(self, sample: Collect) -> Collect:
-        """Leave sampling that waits for the device until its result is wanted, or the next step is launched."""
+        """Defer sampling that waits for the device until its result is needed, or the next step is launched."""
         sampled: Future[StepResult] = Future()
 
         def take() -> StepResult:

@@ -20,10 +20,10 @@ _PIECE_BYTES = 32 << 20
 
 
 class HostLink:
-    """Copies rows of bytes between the device and the host: of a CPU, whose memory is the host's, nothing.
+    """Copies rows of bytes between device and host; on a CPU, where both are the same memory, it copies nothing.
 
     Attributes:
-        is_apart: whether the device has a memory of its own.
+        is_apart: whether the device has its own memory.
     """
 
     is_apart = False

@@ -19,7 +19,7 @@ _MOST_TRIED = 1000.0
 
 
 class Rate:
-    """The share of verified tokens that were accepted, with the latest counting most."""
+    """The share of verified tokens that were accepted, weighted towards the latest."""
 
     __slots__ = ("accepted", "tried")
 
@@ -34,7 +34,7 @@ class Rate:
 
 
 class Followed:
-    """The draft that is compared with a sequence's tokens as they come, and how its drafts fared so far.
+    """A draft compared with a sequence's tokens as they arrive, and the acceptance of its drafts so far.
 
     Attributes:
         draft: None once it is used up or refuted.
@@ -65,7 +65,7 @@ class Acceptance:
         self.rates: dict[str, list[Rate]] = {}
 
     def compare(self, seq: Sequence, followed: Followed) -> bool:
-        """Compare the tokens that came with a draft; returns whether it goes on."""
+        """Compare new tokens with a draft; returns whether the draft continues."""
         draft = followed.draft
         assert draft is not None
         rates = self.rates_of(draft.source)
@@ -95,7 +95,7 @@ class Acceptance:
             yield chance
 
     def chance(self, source: str, match: int, followed: Followed) -> float:
-        """Return the probability, taken with caution, that the token after a match is accepted.
+        """Return a cautious estimate of the probability that the token after a match is accepted.
 
         It is refuted as often as those of all sequences, times how much more often the sequence's own were refuted than
         was to be expected of their sources and matches.

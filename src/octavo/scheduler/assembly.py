@@ -111,7 +111,7 @@ def make_speculator(
     model: DraftModel | None = None,
     clock: Clock | None = None,
 ) -> Speculator | None:
-    """Return what chooses the drafts that `speculative_config` asks for; None without it.
+    """Return the speculator that `speculative_config` describes; None without it.
 
     Args:
         method: finds the drafts, if not as `speculative_config` says.

@@ -231,7 +231,7 @@ class StepComposer:
         return next((seq for seq in self._running.order if seq.num_missing), None)
 
     def _others(self, first: Sequence) -> list[Sequence]:
-        """Return the sequences that may yield to the first: those behind it, or else all others, such as beams."""
+        """Return the sequences that may yield to the first: those behind it, or else all others (beams)."""
         behind, helps = self._running.after(first)[1:], self._tenants.helps
         others = [seq for seq in self._running.order if seq is not first]
         # As a last resort regardless of floors and caps, because the first must progress.

@@ -1,4 +1,4 @@
-"""Drafts by a smaller model, which keeps keys and values in a small paged cache of its own.
+"""Drafts by a smaller model, which has its own small paged KV cache.
 
     the sequence's tokens   | prompt … | output … | the token drawn last |
     the draft's cache       | computed, and they agree   | its last draft, as far as it was refuted |
@@ -79,7 +79,7 @@ class _Cached:
 
 
 class DraftModel:
-    """A model that drafts for sequences, one step of its own after the other.
+    """A model that drafts for sequences, step by step.
 
     Args:
         execute: executes plans on it; nothing else uses that runner.
@@ -172,7 +172,7 @@ class DraftModel:
         return [tuple(drafts[seq.seq_id]) for seq in seqs]
 
     def forget(self, seq_id: SequenceId) -> None:
-        """Free what a sequence has in the cache, if anything."""
+        """Free a sequence's blocks in the cache, if it has any."""
         if (cached := self._cached.pop(seq_id, None)) is None:
             return
         for table in cached.tables:

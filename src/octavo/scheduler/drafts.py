@@ -185,7 +185,7 @@ class TokenIndex:
         self._num_followed = len(self.tokens)
 
     def after(self, place: int, count: int) -> tuple[int, ...]:
-        """Return `count` tokens after a place, up to a gap; beyond the last, they go on as a repetition would."""
+        """Return `count` tokens after a place, up to a gap; after the last token, they repeat."""
         following = self.tokens[place + 1 : place + 1 + count].tolist()
         if GAP in following:
             return tuple(following[: following.index(GAP)])
@@ -194,7 +194,7 @@ class TokenIndex:
         return tuple(following)
 
     def after_replaced(self, count: int) -> Draft | None:
-        """Return what follows the token of a prediction that the last token may replace; None if there is none."""
+        """Return the tokens after the predicted token that the last token may replace; None if there is none."""
         copy = self.copies.get("prediction")
         if copy is None or copy.num_changed != 1 or GAP in self.tokens[max(0, copy.expected - 1) : copy.expected + 1]:
             return None

@@ -75,7 +75,7 @@ class SchedulerConfig:
 
 
 class Lifecycle:
-    """The requests that have not ended, and where each of their sequences is.
+    """The unfinished requests, and the state of each of their sequences.
 
     Args:
         policy: orders sequences; by default, first come, first served.
@@ -89,7 +89,7 @@ class Lifecycle:
         live: the requests that have not ended.
         running, waiting: their sequences that hold blocks, and that wait for some.
         tenants: the blocks that tenants may take.
-        builder: what the runner knows of them.
+        builder: tracks the state that the runner has of them.
         on_admitted, on_ended: called once with each request, when it is first admitted, and when it has ended.
     """
 
@@ -130,7 +130,7 @@ class Lifecycle:
         return self.config.num_places - self.running.num_places
 
     def admit(self, seq: Sequence) -> None:
-        """Let a waiting sequence run, which has been given blocks."""
+        """Let a waiting sequence run, once it has blocks."""
         self.waiting.admit(seq)
         seq.status = SequenceStatus.RUNNING
         self.running.enter(seq)
@@ -236,7 +236,7 @@ class Lifecycle:
         return request
 
     def trim(self, seq: Sequence) -> None:
-        """Give back the blocks that a sequence took for drafted tokens that were not accepted."""
+        """Release the blocks that a sequence took for rejected draft tokens."""
         if seq.status is SequenceStatus.RUNNING and self.kv.trim(seq):
             place = self.running.grew(seq)
             place.num_sent = min(place.num_sent, len(place.holding.tables[0]))

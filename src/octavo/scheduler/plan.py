@@ -67,7 +67,7 @@ class SamplingSnapshot:
 
 
 class SequenceForked(NamedTuple):
-    """`child` gets a copy of the state of `parent` at this point, with a seed of its own."""
+    """`child` gets a copy of the state of `parent` at this point, with its own seed."""
 
     child: SequenceId
     parent: SequenceId

@@ -45,7 +45,7 @@ class FirstComeFirstServed:
     Prompts share what a step has left: the first has a quarter of it, and the shortest the rest.
 
     Attributes:
-        takes_turns: whether each tenant has a waiting line of its own, ranked by what the tenant has received.
+        takes_turns: whether each tenant has its own waiting line, ranked by the service it has received.
         prefix_may_pass: whether the longest cached prefix may be admitted first, if the prefix cache orders requests.
         short_may_pass: whether the shortest prompts may be admitted before the head of the line, if it does not fit;
             otherwise, only the next in order of admission.
@@ -100,7 +100,7 @@ class FirstComeFirstServed:
         """Note a new request."""
 
     def arrive(self, request: Request, others: Iterable[str]) -> None:
-        """Note the first waiting request of a tenant; `others` are the tenants that wait already."""
+        """Note the first waiting request of a tenant; `others` are the tenants already waiting."""
 
     def admitted(self, seq: Sequence) -> None:
         """Note an admission, perhaps not the first of this sequence."""

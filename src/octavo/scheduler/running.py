@@ -79,7 +79,7 @@ class RunningSet:
         self.num_awaiting -= seq.request.params.awaits_tokens
 
     def clear(self) -> None:
-        """Forget all, whose blocks are released and whose states are replaced elsewhere."""
+        """Remove all sequences; the caller releases their blocks and replaces their states."""
         self.order = []
         self.num_promised = self.reserve = self.num_awaiting = 0
 
@@ -103,8 +103,10 @@ class RunningSet:
         return self._bound(self._place(newcomer, newcomer.num_pending_siblings), -(-num_tokens // self._size))
 
     def num_held(self, place: Place) -> int:
-        """Return the blocks that a running sequence holds in all groups, but for those of a step's tokens that a window
-        is about to slide past."""
+        """Return the blocks that a running sequence holds in all groups.
+
+        Those of a step's tokens that a window is about to slide past are not counted.
+        """
         held = len(place.holding.tables[0])
         return sum(min(held, most) * count for most, count in place.kept.items())
 

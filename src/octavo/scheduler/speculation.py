@@ -92,7 +92,7 @@ class SpeculationCounters:
 
 
 class _Base(NamedTuple):
-    """What a step computes without drafts: one token of each stream, and what grammars force.
+    """The work of a step without drafts: one token per stream, and tokens forced by grammars.
 
     Attributes:
         num_rows: the number of these tokens.
@@ -158,7 +158,7 @@ class Speculator:
             self._model.forget_all()
 
     def choose(self, streams: Seq[Sequence], most_rows: int) -> Drafts:
-        """Return the drafts to verify in a step that computes what is missing of each of these sequences.
+        """Return the drafts to verify in a step that computes the missing tokens of each of these sequences.
 
         Args:
             most_rows: the maximum number of tokens in the step.
@@ -309,7 +309,7 @@ class Speculator:
     def _asking_seconds(
         self, model: DraftModel, asked: Seq[tuple[float, int, Sequence]], length: int, base: _Base
     ) -> float:
-        """Predict what a draft of a model takes, with its share of catching up with long texts."""
+        """Predict the time of a model's draft, with its share of catching up with long texts."""
         behind = sum([lacking for _, lacking, _ in asked if lacking > MOST_LACKING])
         lacking = sum([min(lacking, MOST_LACKING) for _, lacking, _ in asked]) if not behind else len(asked)
         seconds = model.seconds(lacking, len(asked), length, base.context)

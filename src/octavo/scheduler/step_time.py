@@ -128,7 +128,7 @@ class StepTimeModel:
 
     @property
     def usual_error(self) -> float:
-        """The relative error that few steps exceed; one that does counts as disturbed."""
+        """The relative error that few steps exceed; a step that does counts as an outlier."""
         return _USUAL_ERROR * self._mean_error
 
     def observe(self, load: StepLoad, seconds: float) -> None:

@@ -97,5 +97,5 @@ class StreamTurns:
                 heapq.heappush(heap, (received[tenant] + line[-1][1], tenant))
         cut = [tenant for tenant, line in lines.items() if line or tenant == over]
         for tenant in lines.keys() - set(cut):
-            received.forget(tenant)  # it had all that it asked for, and arrives anew, with neither credit nor debt
+            received.forget(tenant)  # all its demand was met, so it starts again without credit or debt
         return chosen

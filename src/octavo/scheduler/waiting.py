@@ -119,7 +119,7 @@ class WaitingQueue:
             del self._lines[name]
 
     def admit(self, seq: Sequence) -> None:
-        """Remove a sequence that was admitted, in turn or out of turn."""
+        """Remove an admitted sequence, whether it was its turn or not."""
         if seq is self.head():
             line = self._lines[self._name(seq)]
             line.overtakes = 0 if seq is line.seqs[0] else line.overtakes + 1
@@ -284,7 +284,7 @@ class Fetching:
         return ready
 
     def clear(self) -> None:
-        """Let no sequence wait any longer; each keeps its fetch until `release`."""
+        """Stop waiting for all fetches; each sequence keeps its fetch until `release`."""
         self._waiting.clear()
 
     def release(self, seq: Sequence) -> None:
@@ -298,7 +298,7 @@ class Fetching:
 class SortedSequences(list[Sequence]):
     """Sequences by ascending key, which must be unique, and must not change while they are listed.
 
-    A list, because finding a place is a bisection, and moving what is behind it takes microseconds even for 10,000.
+    A list: finding a place is a bisection, and moving the rest takes microseconds even for 10,000.
     """
 
     def __init__(self, key: Callable[[Sequence], Key]) -> None:

@@ -70,13 +70,13 @@ class Medium(ABC):
         """Return whether the medium has a key, without waiting for anything; None if it must be asked."""
 
     def lend(self, memory: HostMemory, row: Callable[[HostBlockId], memoryview]) -> None:  # noqa: B027
-        """Let other servers ask for what is in host memory until `close`; most media do not."""
+        """Offer the blocks in host memory to other servers until `close`; most media do not."""
 
     def expect(self, labels: Sequence[Label], address: str) -> None:  # noqa: B027
         """Note that the neighbour at `HOST:PORT` may have these blocks."""
 
     def speed_of(self, key: bytes) -> LoadSpeed | None:
-        """Return how long loads take from where a block is; None if that is the same for all blocks, or not known."""
+        """Return the speed of loads from a block's location; None if all blocks have the same, or it is unknown."""
         return None
 
     def ask(self, labels: Sequence[Label]) -> list[Reason | None]:
@@ -135,7 +135,7 @@ class Transfer:
         return self._done.is_set()
 
     def cancel(self) -> None:
-        """Cancel what has not been started; `done` follows soon, but not at once."""
+        """Cancel the part that has not started; `done` becomes true soon afterwards."""
         self.cancelled = True
 
     @property

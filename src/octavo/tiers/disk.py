@@ -1,7 +1,7 @@
 """Blocks on disk: slots of preallocated files (`slabs.py`), whose headers describe their contents.
 
 Slots are blocks of a `BlockPool`: referenced while they are written or read, else cached or free. A payload is written
-before its header, and nothing is synced: the checksum over both tells a valid block from whatever a crash leaves
+before its header, and nothing is synced: the checksum over both distinguishes a valid block from what a crash leaves
 behind. Only the headers are read at start-up; a payload is verified each time it is loaded. A block is never moved; its
 slot is reused once it is evicted.
 """
@@ -193,7 +193,7 @@ class DiskMedium(Medium):
             self._lock_file = None
 
     def _note_use(self, described: dict[str, str]) -> None:
-        """Write down, for people and for the order in which models' blocks are given up, that the model is served."""
+        """Record that the model is served: for readers, and for the order in which models' blocks are evicted."""
         try:
             (self._folder / "model.json").write_text(json.dumps(described) + "\n")
             os.utime(self._folder)
@@ -375,7 +375,7 @@ def _noted(raw: bytes) -> Header:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Give a file its size, and its room on the disk where the file system can."""
+    """Set a file's size, and preallocate it where the file system can."""
     try:
         os.posix_fallocate(file, 0, size)
     except OSError as error:

@@ -223,7 +223,7 @@ class LowerTiers:
         fetch.deadline = max(fetch.deadline, self._clock() + seconds)
 
     def _start_loads(self) -> None:
-        """Start the loads that there is room for, in turn; a fetch that is late takes what room there is."""
+        """Start the loads that there is room for, in turn; a late fetch takes the room that is left."""
         while (fetch := self._queue.first()) is not None:
             left = min(self._queue.num_left, self._host.pool.num_available)
             if not left or (left < min(fetch.num_wanted, self._queue.most) and not self.is_late(fetch)):
@@ -232,7 +232,7 @@ class LowerTiers:
             self._load(fetch)
 
     def _load(self, fetch: Fetch) -> None:
-        """Start loading what a fetch wants, as far as there is room."""
+        """Start the loads of a fetch for which there is room."""
         wanted, fetch.wanted = fetch.wanted, []
         for store, labels in wanted:
             missing: list[Label] = []

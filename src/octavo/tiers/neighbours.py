@@ -59,7 +59,7 @@ class NeighbourMedium(Medium):
         fingerprint: 16 bytes that identify the weights, dtype, codec and block size.
         block_bytes: size of a block.
         secret: the servers' common secret; without it a neighbour finds no block.
-        lend_at: `HOST:PORT` at which others may ask for what is in this host memory.
+        lend_at: `HOST:PORT` at which other servers may ask for blocks of this host memory.
         call_seconds: see `CALL_SECONDS`.
     """
 
@@ -137,7 +137,7 @@ class NeighbourMedium(Medium):
                 peer.medium.close()
 
     def _call(self, labels: Sequence[Label], act: Callable[[RemoteMedium], list[Reason | None]]) -> list[Reason | None]:
-        """Return what the neighbour of the labels answers; they follow each other in one prompt, so it is one."""
+        """Return the answer of the labels' neighbour; they are consecutive in one prompt, so there is one neighbour."""
         if (peer := self._peer(labels[0].key)) is None:
             return [Reason.ABSENT] * len(labels)
         address, peer_state = peer
@@ -157,7 +157,7 @@ class NeighbourMedium(Medium):
         return outcomes
 
     def _timed(self, medium: RemoteMedium, act: Callable[[RemoteMedium], list[Reason | None]]) -> list[Reason | None]:
-        """Act within the time of a call, or fail."""
+        """Run within the time limit of a call, or fail."""
         # The client's own time limit is of each piece that arrives, so bytes that trickle in could hold it for ever.
         timer = threading.Timer(self._call_seconds, medium.give_up)
         timer.start()

@@ -54,7 +54,7 @@ class RemoteMedium(Medium):
             block is kept for that long after its last use, instead of until Redis evicts it.
         fingerprint: 16 bytes that identify the weights, dtype, codec and block size.
         block_bytes: size of a block.
-        secret: key that signs every value; without it, anybody who can write to Redis can plant blocks.
+        secret: key that signs every value; without it, any client that can write to Redis can plant blocks.
 
     Raises:
         ConfigError: the URL is invalid, or Redis refuses the user. A server that does not answer is only logged.
@@ -140,7 +140,7 @@ class RemoteMedium(Medium):
         return None
 
     def give_up(self) -> None:
-        """End the answers that other threads wait for, as errors."""
+        """Make the calls that other threads wait for fail."""
         self._redis.connection_pool.disconnect(inuse_connections=True)
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ def signing_key(secret: str) -> bytes:
 
 
 def name_prefix(fingerprint: bytes, key: bytes | None) -> bytes:
-    """Return what the names of a model's blocks begin with; it cannot be guessed without the signing key."""
+    """Return the prefix of the names of a model's blocks; it cannot be guessed without the signing key."""
     if key is not None:
         fingerprint = blake2b(fingerprint, key=key, digest_size=16, person=b"octavo-kv-name").digest()
     return b"octavo:" + fingerprint.hex().encode() + b":"

@@ -231,7 +231,7 @@ def _named_holder(path: Path) -> str:
 
 
 class TenantNames:
-    """Writes each new name down once. Thread-safe.
+    """Stores each new name once. Thread-safe.
 
     A name that cannot be written is known until the process ends; `name` returns the digest of others.
     """
@@ -242,7 +242,7 @@ class TenantNames:
         self._lock = threading.Lock()
 
     def digest(self, tenant: str) -> bytes:
-        """Return the digest of a name, which is written down if it is new."""
+        """Return the digest of a name, which is stored if it is new."""
         digest = tenant_digest(tenant)
         if digest not in self._names:
             with self._lock:

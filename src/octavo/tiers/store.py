@@ -29,8 +29,8 @@ class Store:
 
     Requests wait for questions and reads, but not for writes: questions go first, then reads, then writes.
 
-    Faults of reads and questions close the store, those of writes stop writes only: what lies on a full or read-only
-    disk is still found.
+    Faults of reads and questions close the store, those of writes stop writes only: a full or read-only disk is still
+    read.
 
     Args:
         num_threads: number of threads; of several, all but one may write at a time.
@@ -253,7 +253,7 @@ class Store:
         return outcomes
 
     def _stopped(self, transfer: Transfer) -> Reason | None:
-        """Return why the rest of a transfer is not to be done; None if it is."""
+        """Return why the rest of a transfer is skipped; None if it is not."""
         if transfer.cancelled:
             return Reason.CANCELLED
         if self._clock() > transfer.deadline:

@@ -279,7 +279,7 @@ class AdaptiveEviction(LruEviction):
 
     def _remember(self, victims: list[BlockId]) -> None:
         ghosts = self._ghosts
-        # It is made anew when the ids have grown by more than an eighth, as those of a disk do.
+        # It is rebuilt when the ids have grown by more than an eighth, as those of a disk do.
         if ghosts is None or ghosts.capacity * 9 < _GHOSTS_PER_BLOCK * self._num_blocks * 8:
             ghosts = self._begin()
         stamps, kinds, prefixes = self._stamps, self._kinds, self._prefixes

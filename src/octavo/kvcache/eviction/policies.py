@@ -21,7 +21,7 @@ def as_list(block_ids: SomeBlocks) -> Sequence[BlockId]:
 
 
 class Tree(Protocol):
-    """What leaf-first eviction needs to know of the index of prefixes."""
+    """The part of the prefix index that leaf-first eviction needs."""
 
     def parent(self, block_id: BlockId, /) -> BlockId | None: ...
     def children(self, block_id: BlockId, /) -> Iterator[BlockId]: ...
