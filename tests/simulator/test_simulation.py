@@ -24,13 +24,13 @@ from octavo.simulator.questions import (
     num_refused,
     simulate,
     too_short,
-    variants,
 )
 from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Simulation
 from octavo.simulator.sketch import Sketch
 from octavo.simulator.speed import MEASURED, Speed
+from octavo.simulator.study import checked_variants
 from octavo.simulator.traffic import Tenants
 from octavo.workloads.traces import TraceRequest
 
@@ -302,7 +302,7 @@ def test_a_larger_cache_preempts_less_and_smaller_elements_hold_more() -> None:
     demand = Demand(num_requests=40, input_len="200", output_len="60")
     by_size = {
         changes["num_blocks"]: simulate(each, demand).preemptions
-        for changes, each in variants(plan(), [("num_blocks", [65, 1025])])
+        for changes, each in checked_variants(plan(), ["num_blocks=65,1025"])
     }
     assert by_size[65] > by_size[1025] == 0
     sized = plan(num_blocks=None, kv_cache_memory="1GiB")

@@ -77,10 +77,10 @@ def test_paging_wastes_under_four_per_cent_and_runs_several_times_as_many_at_onc
         played[size] = play(engine, named_workload("mixed96"), budget)
         engine.scheduler.kv.audit()
     paged, contiguous = played[16], played["max"]
-    assert paged.usage.waste < 0.04
-    assert contiguous.usage.waste > 0.6
-    assert contiguous.usage.running_max == 4
-    assert paged.usage.running_mean > 4 * contiguous.usage.running_mean
+    assert paged.usage["waste"] < 0.04
+    assert contiguous.usage["waste"] > 0.6
+    assert contiguous.usage["running_max"] == 4
+    assert paged.usage["running_mean"] > 4 * contiguous.usage["running_mean"]
     assert paged.output_tok_s > 2 * contiguous.output_tok_s
     assert paged.output_tokens == contiguous.output_tokens == sum(r.max_tokens for r in named_workload("mixed96"))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.simulator.fleet import Fleet
@@ -217,11 +216,3 @@ def _check_search(demand: Demand, targets: Targets) -> None:
         raise ConfigError("give a latency target: --ttft-slo-ms, --itl-slo-ms or both")
     if demand.concurrency is not None:
         raise ConfigError("a closed loop (--concurrency) slows down with its server: it has no largest rate")
-
-
-def variants(plan: Plan, sweeps: Sequence[tuple[str, Sequence[Any]]]) -> Iterator[tuple[dict[str, Any], Plan]]:
-    """Yield every combination of the swept options' values, and the plan with these values."""
-    names = [name for name, _ in sweeps]
-    for values in itertools.product(*(values for _, values in sweeps)):
-        changes = dict(zip(names, values, strict=True))
-        yield changes, plan.replace(**changes)

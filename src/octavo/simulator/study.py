@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,6 @@ from octavo.simulator.questions import (
     num_refused,
     simulate,
     too_short,
-    variants,
 )
 from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
@@ -89,7 +89,9 @@ def checked_variants(plan: Plan, texts: Sequence[str]) -> list[Variant]:
         raise ConfigError("--sweep num_devices needs --machine: a measured speed is that of one server")
     if "kv_cache_memory" in names and (plan.config.num_blocks is not None or "num_blocks" in names):
         raise ConfigError("--num-blocks overrides the memory that --sweep kv_cache_memory varies: leave it out")
-    found = list(variants(plan, sweeps))
+    combinations = itertools.product(*(values for _, values in sweeps))
+    changed = [dict(zip(names, values, strict=True)) for values in combinations]
+    found = [(changes, plan.replace(**changes)) for changes in changed]
     for _, variant in found:
         # Raises `ConfigError` if the variant is impossible.
         _ = variant.num_blocks, variant.effective_speed

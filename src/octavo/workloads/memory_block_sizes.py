@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -38,7 +38,7 @@ from octavo.scheduler.plan import StepResult
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.step_time import StepLoad
-from octavo.workloads.memory_usage import MemoryObserver, MemoryUsage
+from octavo.workloads.memory_usage import MemoryObserver
 from octavo.workloads.workload import FIRST_TOKEN_ID, BenchRequest
 
 BlockSize = int | Literal["max"]
@@ -105,18 +105,6 @@ class CacheBudget:
         )
 
 
-class BenchEngine(Protocol):
-    """The interface of an engine that runs a workload."""
-
-    scheduler: Scheduler
-
-    def add(self, request: BenchRequest, n: int) -> Request:
-        """Queue `n` samples of a request, which ignore end-of-sequence tokens."""
-
-    def step(self) -> float:
-        """Compute one step, and return its duration in seconds."""
-
-
 class SimulatedEngine:
     """The real scheduler and cache over a runner that computes nothing."""
 
@@ -126,7 +114,7 @@ class SimulatedEngine:
         self._ids = itertools.count()
 
     def add(self, request: BenchRequest, n: int) -> Request:
-        """See `BenchEngine.add`."""
+        """Queue `n` samples of a request, which ignore end-of-sequence tokens."""
         params = SamplingParams(n=n, max_tokens=request.max_tokens, ignore_eos=True)
         number = next(self._ids)
         queued = Request(RequestId(f"bench-{number}"), request.prompt_token_ids, params, arrival_time=float(number))
@@ -134,7 +122,7 @@ class SimulatedEngine:
         return queued
 
     def step(self) -> float:
-        """See `BenchEngine.step`."""
+        """Compute one step, and return its duration in seconds."""
         plan = self.scheduler.schedule()
         moved = len(plan.stores) + len(plan.loads)
         seconds = self._times.predict(StepLoad.of(plan.starts, plan.lengths), moved)
@@ -152,7 +140,7 @@ class RealEngine:
         self.scheduler: Scheduler = llm.core.scheduler
 
     def add(self, request: BenchRequest, n: int) -> Request:
-        """See `BenchEngine.add`."""
+        """See `SimulatedEngine.add`."""
         from octavo.engine.outputs import OutputKind
 
         temperature = 1.0 if n > 1 else 0.0
@@ -164,10 +152,13 @@ class RealEngine:
         return queued
 
     def step(self) -> float:
-        """See `BenchEngine.step`."""
+        """See `SimulatedEngine.step`."""
         began = time.perf_counter()
         self._core.step()
         return time.perf_counter() - began
+
+
+BenchEngine = SimulatedEngine | RealEngine
 
 
 def simulated_engine(
@@ -211,12 +202,13 @@ class Played:
     """The result of one workload on one engine.
 
     Attributes:
+        usage: see `MemoryObserver.usage`.
         seconds: total time of all steps.
         cached_tokens: prompt tokens found in the prefix cache.
         recomputed_tokens: tokens that were computed again because of a preemption.
     """
 
-    usage: MemoryUsage
+    usage: dict[str, Any]
     seconds: float
     steps: int
     prompt_tokens: int

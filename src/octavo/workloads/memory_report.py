@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def row(budget: CacheBudget, block_size: BlockSize, usable_blocks: int, runs: Se
     run, spec = sorted(runs, key=lambda each: each.seconds)[len(runs) // 2], budget.spec(block_size)
     usage = {
         key: {state: round(share, 5) for state, share in value.items()} if key == "shares" else round(value, 5)
-        for key, value in asdict(run.usage).items()
+        for key, value in run.usage.items()
     }
     return {
         "kv_cache_dtype": budget.kv_dtype,
@@ -66,9 +65,9 @@ def sharing_row(workload: str, n: int, run: Played) -> dict[str, Any]:
     return {
         "workload": workload,
         "n": n,
-        "saved": round(run.usage.sharing_saved, 5),
+        "saved": round(run.usage["sharing_saved"], 5),
         "cached_prompt_share": round(run.cached_tokens / run.prompt_tokens, 5),
-        "running_mean": round(run.usage.running_mean, 2),
+        "running_mean": round(run.usage["running_mean"], 2),
         "output_tok_s": round(run.output_tok_s, 2),
     }
 
@@ -90,25 +89,12 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
             f"{workload['output_tokens']:,} out{_scaled(workload)}"
         )
         yield ""
-        columns = _COLUMNS[result["axis"]]
-        yield from _table(columns, [[cell(r) for cell in columns.values()] for r in workload["rows"]])
+        yield from _table(_COLUMNS[result["axis"]], workload["rows"])
     if result["sharing"]:
         yield ""
         yield "Blocks saved by sharing, of those that the same sequences would hold without it:"
         yield ""
-        yield from _table(
-            (
-                *("workload", "samples each", "blocks saved", "prompt tokens from the cache"),
-                *("sequences at once", "output tok/s"),
-            ),
-            [
-                (
-                    *(r["workload"], r["n"], _percent(r["saved"]), _percent(r["cached_prompt_share"])),
-                    *(show(r["running_mean"]), show(r["output_tok_s"])),
-                )
-                for r in result["sharing"]
-            ],
-        )
+        yield from _table(_SHARING, result["sharing"])
 
 
 def _how(result: Mapping[str, Any]) -> str:
@@ -126,12 +112,11 @@ def _scaled(workload: Mapping[str, Any]) -> str:
     return "".join([*parts, f", {workload['clipped']} cut" if workload["clipped"] else ""])
 
 
-def _table(heading: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
-    names = list(heading)
-    yield "| " + " | ".join(names) + " |"
-    yield "|---" + "|---:" * (len(names) - 1) + "|"
-    for cells in rows:
-        yield "| " + " | ".join(map(str, cells)) + " |"
+def _table(columns: Mapping[str, _Cell], rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    yield "| " + " | ".join(columns) + " |"
+    yield "|---" + "|---:" * (len(columns) - 1) + "|"
+    for row in rows:
+        yield "| " + " | ".join(str(cell(row)) for cell in columns.values()) + " |"
 
 
 def _percent(share: float) -> str:
@@ -173,6 +158,14 @@ _COLUMNS: dict[str, dict[str, _Cell]] = {
         "× unquantised tok/s": _ratio("throughput_ratio"),
     },
 }
+_SHARING: dict[str, _Cell] = {
+    "workload": lambda r: r["workload"],
+    "samples each": lambda r: r["n"],
+    "blocks saved": lambda r: _percent(r["saved"]),
+    "prompt tokens from the cache": lambda r: _percent(r["cached_prompt_share"]),
+    "sequences at once": lambda r: show(r["running_mean"]),
+    "output tok/s": lambda r: show(r["output_tok_s"]),
+}
 
 
 def write(result: Mapping[str, Any], json_line: str, output: Path) -> None:
@@ -199,14 +192,15 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         _plot_shares(line[0], names, rows, workload["name"])
         if of_codecs:
             title = "sequences at once (× unquantised)"
-            _plot_ratios(line[1], names, rows, "running_mean", "running_ratio", title, _COLOURS["internal"])
+            _plot_bars(line[1], rows, names, "running_mean", "running_ratio", title, _COLOURS["internal"])
         else:
-            waste = [100 * r["waste"] for r in rows]
-            labels = [f"{percent:.1f}" for percent in waste]
-            _plot_bars(line[1], names, waste, labels, "waste, % of the slots held (dashed: 4 %)", _COLOURS["internal"])
+            bars = line[1].bar(names, [100 * r["waste"] for r in rows], color=_COLOURS["internal"], width=0.75)
+            line[1].bar_label(bars, fmt="{:.1f}", padding=2, fontsize=7)
+            line[1].set_title("waste, % of the slots held (dashed: 4 %)", fontsize=9)
+            line[1].margins(y=0.12)
             line[1].axhline(4, color="#475569", linewidth=0.8, linestyle="--", zorder=0)
         title = f"output tokens per second (× {'unquantised' if of_codecs else 'contiguous'})"
-        _plot_ratios(line[2], names, rows, "output_tok_s", "throughput_ratio", title, _COLOURS["tokens"])
+        _plot_bars(line[2], rows, names, "output_tok_s", "throughput_ratio", title, _COLOURS["tokens"])
         for axis in line:
             axis.set_xlabel("" if of_codecs else "tokens per block", fontsize=8)
             axis.tick_params(labelsize=8)
@@ -236,22 +230,10 @@ def _plot_shares(axis: Any, names: Sequence[str], rows: Sequence[Mapping[str, An
 
 
 def _plot_bars(
-    axis: Any, names: Sequence[str], values: Sequence[float], labels: Sequence[str], title: str, colour: str
+    axis: Any, rows: Sequence[Mapping[str, Any]], names: Sequence[str], figure: str, ratio: str, title: str, colour: str
 ) -> None:
-    bars = axis.bar(names, values, color=colour, width=0.75)
-    axis.bar_label(bars, labels=labels, padding=2, fontsize=7)
+    """Plot a figure of each row, labelled with its ratio to the baseline's."""
+    bars = axis.bar(names, [r[figure] for r in rows], color=colour, width=0.75)
+    axis.bar_label(bars, ["" if r[ratio] is None else f"{r[ratio]:.2f}×" for r in rows], padding=2, fontsize=7)
     axis.margins(y=0.12)
     axis.set_title(title, fontsize=9)
-
-
-def _plot_ratios(
-    axis: Any,
-    names: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-    figure: str,
-    ratio: str,
-    title: str,
-    colour: str,
-) -> None:
-    labels = ["" if r[ratio] is None else f"{r[ratio]:.2f}×" for r in rows]
-    _plot_bars(axis, names, [r[figure] for r in rows], labels, title, colour)

@@ -23,6 +23,7 @@ all blocks before the first unfinished one are full.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from octavo.kvcache.block import NULL_BLOCK, BlockId
 from octavo.request import Request, Sequence, SequenceStatus
@@ -76,30 +77,6 @@ class Moment:
     memory_is_short: bool
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUsage:
-    """Averages over time.
-
-    Attributes:
-        shares: shares of the budget by state, while memory was short, or over the whole run if it never was.
-        waste: share of the held slots that held no token, over the whole run.
-        waste_reserved, waste_internal: the two parts of `waste`.
-        running_mean: mean number of running sequences, over the same time as `shares`.
-        running_max: maximum number of running sequences after any step.
-        sharing_saved: blocks saved by sharing / blocks without sharing (the paper's section 6.3).
-        short_share: share of the time in which memory was short.
-    """
-
-    shares: dict[str, float]
-    waste: float
-    waste_reserved: float
-    waste_internal: float
-    running_mean: float
-    running_max: int
-    sharing_saved: float
-    short_share: float
-
-
 class MemoryObserver:
     """Observes the cache of one scheduler through its public interface and that of its manager.
 
@@ -131,20 +108,28 @@ class MemoryObserver:
         if moment.memory_is_short:
             self._short.add(moment, seconds)
 
-    def usage(self) -> MemoryUsage:
-        """Return the averages so far."""
+    def usage(self) -> dict[str, Any]:
+        """Return averages over the time so far.
+
+        shares          of the budget by state, while memory was short, or over the whole run if it never was
+        waste           share of the held slots that held no token, over the whole run; its two parts by name
+        running_mean    mean number of running sequences, over the same time as `shares`
+        running_max     maximum number of running sequences after any step
+        sharing_saved   blocks saved by sharing / blocks without sharing (the paper's section 6.3)
+        short_share     share of the time in which memory was short
+        """
         every, busy = self._all, self._short if self._short.seconds else self._all
-        held = every.slots.held or 1.0
-        return MemoryUsage(
-            shares=busy.slots.shares(),
-            waste=(every.slots.reserved + every.slots.internal) / held,
-            waste_reserved=every.slots.reserved / held,
-            waste_internal=every.slots.internal / held,
-            running_mean=busy.running / (busy.seconds or 1.0),
-            running_max=every.running_max,
-            sharing_saved=(every.blocks_unshared - every.blocks_held) / (every.blocks_unshared or 1.0),
-            short_share=self._short.seconds / (every.seconds or 1.0),
-        )
+        slots, held, unshared = every.slots, every.slots.held or 1.0, every.blocks_unshared or 1.0
+        return {
+            "shares": busy.slots.shares(),
+            "waste": (slots.reserved + slots.internal) / held,
+            "waste_reserved": slots.reserved / held,
+            "waste_internal": slots.internal / held,
+            "running_mean": busy.running / (busy.seconds or 1.0),
+            "running_max": every.running_max,
+            "sharing_saved": (every.blocks_unshared - every.blocks_held) / unshared,
+            "short_share": self._short.seconds / (every.seconds or 1.0),
+        }
 
     def moment(self) -> Moment:
         """Return the current state of the cache."""
