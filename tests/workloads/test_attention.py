@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo import kernels
+from octavo.workloads import attention
 from octavo.workloads.attention import AttentionCase, HeadCounts, cases
 from tests.commands.conftest import OctavoCommand
 
@@ -26,6 +27,12 @@ def test_every_block_size_computes_the_same(backend: str, kind: str, new_tokens:
         torch.testing.assert_close(output, outputs[0])
 
 
+@pytest.fixture(autouse=True)
+def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "DECODE_TOKENS", 256)
+    monkeypatch.setattr(attention, "CHUNK", 128)
+
+
 def test_work_is_counted_per_query_and_key_seen() -> None:
     case = AttentionCase("prefill", "reference", HEADS, "bfloat16", seqs=1, context=3, new_tokens=2)
     assert case.flops == 4 * 4 * 32 * (2 + 3)
@@ -34,7 +41,7 @@ def test_work_is_counted_per_query_and_key_seen() -> None:
 
 
 def test_decode_holds_the_same_context_whatever_its_length_and_prefill_is_a_chunk_of_the_end() -> None:
-    found = list(cases(["decode", "prefill"], ["reference"], [64, 256], decode_tokens=256, chunk=128))
+    found = list(cases(["decode", "prefill"], ["reference"], [64, 256]))
     assert [(c.kind, c.seqs, c.context, c.new_tokens) for c in found] == [
         ("decode", 4, 64, 1),
         ("decode", 1, 256, 1),
@@ -44,7 +51,7 @@ def test_decode_holds_the_same_context_whatever_its_length_and_prefill_is_a_chun
 
 
 def test_the_command_compares_blocks_with_contiguous_memory(octavo_command: OctavoCommand) -> None:
-    argv = ["--contexts", "32,64", "--heads", "4,2,32", "--decode-tokens", 64, "--chunk", 16, "--working-set-mib", 1]
+    argv = ["--contexts", "32,64", "--heads", "4,2,32", "--working-set-mib", 1]
     argv += ["--seconds", 0, "--num-threads", 1, "--attention-backend", "reference", "--block-sizes", "16,max"]
     code, out, _ = octavo_command("bench", "attention", *argv, "--json")
     assert code == 0

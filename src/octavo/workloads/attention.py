@@ -34,6 +34,7 @@ _SOME_CODE = 0x2A  # a small number in every codec, and subnormal in none
 _SOME_SCALE = torch.tensor([0x00, 0x3C], dtype=torch.uint8)  # 2^-7 in bfloat16
 
 CONTIGUOUS: Literal["max"] = "max"
+DECODE_TOKENS, CHUNK = 16384, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +172,11 @@ def cases(
     *,
     heads: HeadCounts = SMALL,
     dtype: str = "bfloat16",
-    decode_tokens: int = 16384,
-    chunk: int = 2048,
 ) -> Iterator[AttentionCase]:
-    """Yield cases: decode of sequences with `decode_tokens` in total, and prefill of the last `chunk` tokens of one."""
+    """Yield cases: decode of sequences with `DECODE_TOKENS` in total, and prefill of the last `CHUNK` tokens of one."""
     for kind in kinds:
         for backend in backends:
             for context in contexts:
                 decode = kind == "decode"
-                seqs = max(1, decode_tokens // context) if decode else 1
-                yield AttentionCase(kind, backend, heads, dtype, seqs, context, 1 if decode else min(chunk, context))
+                seqs = max(1, DECODE_TOKENS // context) if decode else 1
+                yield AttentionCase(kind, backend, heads, dtype, seqs, context, 1 if decode else min(CHUNK, context))

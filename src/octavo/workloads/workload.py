@@ -152,8 +152,6 @@ def clip(
     requests: Sequence[BenchRequest],
     *,
     max_model_len: int | None = None,
-    max_prompt_len: int | None = None,
-    max_output_len: int | None = None,
     vocab_size: int | None = None,
 ) -> tuple[list[BenchRequest], int]:
     """Truncate requests to the model's limits; return them and the number of truncated ones.
@@ -164,8 +162,7 @@ def clip(
     clipped = []
     num_cut = 0
     for request in requests:
-        output_len = min(request.max_tokens, max_output_len or request.max_tokens)
-        prompt_len = min(len(request.prompt_token_ids), max_prompt_len or len(request.prompt_token_ids))
+        prompt_len, output_len = len(request.prompt_token_ids), request.max_tokens
         if max_model_len is not None:
             output_len = min(output_len, max_model_len - 1)
             prompt_len = min(prompt_len, max_model_len - output_len)

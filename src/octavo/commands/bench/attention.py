@@ -56,14 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="format of keys and values; with a codec, queries are bfloat16",
     )
     parser.add_argument(
-        "--decode-tokens",
-        type=positive,
-        default=16384,
-        metavar="N",
-        help="tokens of context of all sequences together, in decodes",
-    )
-    parser.add_argument("--chunk", type=positive, default=2048, metavar="N", help="new tokens in prefills")
-    parser.add_argument(
         "--working-set-mib",
         type=positive,
         default=256,
@@ -96,8 +88,6 @@ def run(args: argparse.Namespace) -> int:
             args.contexts,
             heads=HeadCounts(*heads),
             dtype=args.dtype,
-            decode_tokens=args.decode_tokens,
-            chunk=args.chunk,
         ):
             figures += measure_case(
                 case, args.block_sizes, working_set=args.working_set_mib << 20, seconds=args.seconds

@@ -16,11 +16,11 @@ RANDOM = "random"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests of a benchmark and their name in its report."""
+    """The requests of a benchmark, their name in its report, and how many of them were truncated."""
 
     name: str
     requests: list[BenchRequest]
-    num_clipped: int
+    num_clipped: int = 0
 
     @property
     def trace_arrivals(self) -> list[float] | None:
@@ -54,8 +54,6 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="factor on a trace's arrival times; 0.5 is twice as fast",
     )
-    group.add_argument("--max-input-len", type=positive, metavar="N", help="truncate prompts to this")
-    group.add_argument("--max-output-len", type=positive, metavar="N", help="truncate outputs to this")
     add_seed_option(group, "lengths, tokens and arrivals")
     group.add_argument(
         "--token-id-end",
@@ -76,16 +74,13 @@ def load_requests(args: argparse.Namespace) -> Workload:
     requests = _requests(args)
     if args.num_prompts is not None and args.num_prompts > len(requests):
         raise ConfigError(f"--num-prompts {args.num_prompts}, but {name} has {len(requests)} requests")
-    requests, num_clipped = workload.clip(
-        requests[: args.num_prompts], max_prompt_len=args.max_input_len, max_output_len=args.max_output_len
-    )
-    return Workload(name, requests, num_clipped)
+    return Workload(name, list(requests[: args.num_prompts]))
 
 
 def clip_to_model(work: Workload, max_model_len: int | None, vocab_size: int | None = None) -> Workload:
     """Return the workload, truncated to the model's maximum length and with ids of its vocabulary."""
     requests, num_clipped = workload.clip(work.requests, max_model_len=max_model_len, vocab_size=vocab_size)
-    return Workload(work.name, requests, max(work.num_clipped, num_clipped))
+    return Workload(work.name, requests, num_clipped)
 
 
 def _requests(args: argparse.Namespace) -> Sequence[BenchRequest]:
