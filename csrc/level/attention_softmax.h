@@ -79,15 +79,13 @@ template <Storage S, class Score, class Meanwhile, class Weigh>
         F16 s[kVectors], top = F16::set1(kNoScore);
         TokenRange seen{0, kTile};
         if (visible.whole) {
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) {
+            OCTAVO_UNROLL for (int v = 0; v < kVectors; ++v) {
                 s[v] = score(r, v);
                 top = max(top, s[v]);
             }
         } else {
             seen = tokens_seen(task, begin, first_row + r);
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) {
+            OCTAVO_UNROLL for (int v = 0; v < kVectors; ++v) {
                 s[v] = F16::set1(kMasked);
                 if (v < visible.first_vector || v >= visible.end_vector) continue;
                 s[v] = score(r, v);
@@ -118,8 +116,7 @@ template <Storage S, class Score, class Meanwhile, class Weigh>
         if (task.mass) [[unlikely]]
             note_mass(task, begin, rows.first + first_row + r, seen, row_max,
                       [&](int v) { return exp2_weight<S>(fma(s[v], still, less)); });
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; v += 2)
+        OCTAVO_UNROLL for (int v = 0; v < kVectors; v += 2)
             weigh(r, v, exp2_weight<S>(fma(s[v], still, less)), exp2_weight<S>(fma(s[v + 1], still, less)),
                   rescales[r]);
     }

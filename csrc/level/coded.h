@@ -52,32 +52,20 @@ template <int R, int K>
     decode_unit<K>(panel, tables, low, high);
     if (escape->unit == static_cast<uint32_t>(unit)) [[unlikely]]
         put_escapes(escape, unit, low, high);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        const U16 broadcast = U16::set1(x[r]);
-        acc[r][0] = mac<kBf16>(acc[r][0], low, broadcast);
-        acc[r][1] = mac<kBf16>(acc[r][1], high, broadcast);
-    }
+    add_unit<kBf16>(acc, low, high, x);
 }
 
 template <int R>
-void coded_tile(const ProductTask& task, const char* panel, int64_t index, int64_t row, PanelPrefetch prefetch) {
+void coded_panel(const ProductTask& task, const char* panel, int64_t index, int64_t row, PanelPrefetch prefetch) {
     const Escape* escape = task.coded.escapes + task.coded.first_escape[index];
     const uint32_t* x = task.x + (row - task.first_row) * task.units;
     const CodeTables tables = load_tables(task.coded.tables);
     prefetch_outputs<R>(task.out, row, index);
     F16 acc[R][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
     int unit = 0;
     for (; unit + 1 < task.units; unit += 2, panel += kCodedPairBytes, x += 2 * R) {
-        if constexpr (R <= kGemmRowsThatWait) {
-#pragma GCC unroll 3
-            for (int line = 0; line < kCodedPairBytes; line += 64)
-                __builtin_prefetch(panel + kGemmPrefetch + line, 0, 3);
-        } else {
-            prefetch.to_l2<3>();
-        }
+        prefetch.step<R, kCodedPairBytes / 64>(panel);
         coded_unit<R, 0>(panel, tables, unit, escape, x, acc);
         coded_unit<R, 1>(panel, tables, unit + 1, escape, x + R, acc);
     }
@@ -90,7 +78,7 @@ inline void gemm_coded(const ProductTask& task, int64_t group_begin, int64_t gro
                        int64_t panel_end) {
     const int64_t pairs = (int64_t{task.units} + 1) / 2;
     each_panel<kGemmRows>(task, group_begin, group_end, panel_begin, panel_end, pairs * kCodedPairBytes, pairs,
-                          [&](auto count, auto... of) { coded_tile<count>(task, of...); });
+                          [&](auto count, auto... of) { coded_panel<count>(task, of...); });
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

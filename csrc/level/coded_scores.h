@@ -68,27 +68,21 @@ template <Code C, int R, int N>
 inline void float_scores(const LayerKV& kv, const TilePair& tiles, int first, const uint32_t* query,
                          float* scores) {
     F16 acc[R][N];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[r][n] = F16::zero();
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n] = F16::zero();
     for (int dim = 0; dim < kv.key_units; dim += 2, query += 2 * R) {
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
             F16 even, odd;
             decode32<C>(tiles.now.key[first + n] + dim * 16, even, odd);
             if (dim % 4 == 0) __builtin_prefetch(tiles.next.key[first + n] + dim * 16, 0, 2);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
+            OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
                 acc[r][n] = fma(even, F16::set1(bits_to_float(query[r])), acc[r][n]);
                 acc[r][n] = fma(odd, F16::set1(bits_to_float(query[R + r])), acc[r][n]);
             }
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kTile + (first + n) * 16);
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kTile + (first + n) * 16);
 }
 
 // The same for integer codes: products with h and with l, as [h, l][row][64 tokens].
@@ -96,10 +90,8 @@ template <Code C, int R, int N>
 inline void integer_scores(const LayerKV& kv, const TilePair& tiles, int first, const uint32_t* query,
                            const int32_t* query_zero, uint32_t* scores) {
     U16 high[R][N], low[R][N];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
             // int8 codes are multiplied as unsigned bytes, 128 larger.
             high[r][n] = U16::set1(static_cast<uint32_t>(C == kCodeInt8 ? query_zero[2 * r] * -128 : 0));
             low[r][n] = U16::set1(static_cast<uint32_t>(C == kCodeInt8 ? query_zero[2 * r + 1] * -128 : 0));
@@ -107,22 +99,19 @@ inline void integer_scores(const LayerKV& kv, const TilePair& tiles, int first, 
     constexpr int kParts = C == kCodeInt8 ? 1 : 2;
     const int units = kv.key_units / (4 * kParts);
     for (int unit = 0; unit < units; ++unit, query += kParts * 2 * R) {
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
             const U16 codes = U16::load(tiles.now.key[first + n] + unit * 64);
             __builtin_prefetch(tiles.next.key[first + n] + unit * 64, 0, 2);
             if constexpr (C == kCodeInt8) {
                 const U16 bytes = codes ^ U16::set1(0x80808080u);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) {
+                OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
                     high[r][n] = dot_bytes(high[r][n], bytes, U16::set1(query[2 * r]));
                     low[r][n] = dot_bytes(low[r][n], bytes, U16::set1(query[2 * r + 1]));
                 }
             } else {
                 const U16 mask = U16::set1(0x0f0f0f0fu);
                 const U16 first_half = codes & mask, second_half = shift_right<4>(codes) & mask;
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) {
+                OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
                     high[r][n] = dot_small(high[r][n], first_half, U16::set1(query[2 * r]));
                     low[r][n] = dot_small(low[r][n], first_half, U16::set1(query[2 * r + 1]));
                     high[r][n] = dot_small(high[r][n], second_half, U16::set1(query[2 * (R + r)]));
@@ -131,10 +120,8 @@ inline void integer_scores(const LayerKV& kv, const TilePair& tiles, int first, 
             }
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
             store(high[r][n], scores + r * kTile + (first + n) * 16);
             store(low[r][n], scores + (R + r) * kTile + (first + n) * 16);
         }
@@ -146,16 +133,13 @@ template <Code K, int R>
 [[gnu::noinline]] void all_scores(const LayerKV& kv, const TilePair& tiles, const Visible& visible,
                                   const uint32_t* query, const int32_t* query_zero, float* scores) {
     constexpr int N = kVectorsPerPass == 1 ? 1 : R <= (is_fp8(K) ? 6 : 2) ? 4 : 2;  // what fits into registers
-    const auto pass = [&]<int M>(int v) {
+    each_vectors<N>((visible.end_vector - visible.first_vector) * 16, [&](int token, auto vectors) {
+        const int v = visible.first_vector + token / 16;
         if constexpr (is_fp8(K))
-            float_scores<K, R, M>(kv, tiles, v, query, scores);
+            float_scores<K, R, vectors>(kv, tiles, v, query, scores);
         else
-            integer_scores<K, R, M>(kv, tiles, v, query, query_zero, reinterpret_cast<uint32_t*>(scores));
-    };
-    int v = visible.first_vector;
-    if constexpr (N > 1)
-        for (; v + N <= visible.end_vector; v += N) pass.template operator()<N>(v);
-    for (; v < visible.end_vector; ++v) pass.template operator()<1>(v);
+            integer_scores<K, R, vectors>(kv, tiles, v, query, query_zero, reinterpret_cast<uint32_t*>(scores));
+    });
 }
 
 // Scores in float32, from the sums in scratch.scores, which for integer codes are [h, l][rows][64 tokens]. `row` is the

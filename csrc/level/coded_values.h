@@ -15,10 +15,8 @@ template <Code C, int R, int N>
 inline void float_values(const LayerKV& kv, const TilePair& tiles, int low, int high, int dim,
                          const float* weights, const float* rescale, const Rows& rows, int first_row) {
     F16 acc[R][N];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n)
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n)
             acc[r][n] = F16::load(rows.values(first_row + r) + dim + n * 16) * F16::set1(rescale[r]);
     const int64_t stride = kv.value_side.code_bytes;
     for (int token = low; token < high;) {
@@ -31,21 +29,16 @@ inline void float_values(const LayerKV& kv, const TilePair& tiles, int low, int 
             if constexpr (N == 1) {
                 x[0] = decode16<C>(from);
             } else {
-#pragma GCC unroll 4
-                for (int n = 0; n < N; n += 2) decode32<C>(from + n * 16, x[n], x[n + 1]);
+                OCTAVO_UNROLL for (int n = 0; n < N; n += 2) decode32<C>(from + n * 16, x[n], x[n + 1]);
             }
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
+            OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
                 const F16 w = F16::set1(weights[r * kTile + token]);
-#pragma GCC unroll 4
-                for (int n = 0; n < N; ++n) acc[r][n] = fma(x[n], w, acc[r][n]);
+                OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n] = fma(x[n], w, acc[r][n]);
             }
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[r][n].store(rows.values(first_row + r) + dim + n * 16);
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n].store(rows.values(first_row + r) + dim + n * 16);
 }
 
 // Per row, what relates the integer weights of one tile to the real ones.
@@ -62,10 +55,8 @@ inline void integer_values(const LayerKV& kv, const TilePair& tiles, int low, in
                            const uint32_t* weights, const Digits& digits, const float* rescale, const Rows& rows,
                            int first_row) {
     U16 h[R][N], l[R][N];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) h[r][n] = l[r][n] = U16::zero();
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) h[r][n] = l[r][n] = U16::zero();
     const int64_t stride = kv.value_side.code_bytes * 4;
     for (int quad = low / 4, end = (high + 3) / 4; quad < end;) {
         const int vector = quad / 4, stop = min(end, vector * 4 + 4);
@@ -73,29 +64,24 @@ inline void integer_values(const LayerKV& kv, const TilePair& tiles, int low, in
         const char *from = tiles.now.value[vector] + offset, *next = tiles.next.value[vector] + offset;
         for (; quad < stop; ++quad, from += stride, next += stride) {
             U16 codes[N];
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) {
+            OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
                 codes[n] = U16::load(from + n * 64);
                 if constexpr (!Upper) __builtin_prefetch(next + n * 64, 0, 2);
                 if constexpr (Upper) codes[n] = shift_right<4>(codes[n]);
                 if constexpr (C == kCodeInt4) codes[n] = codes[n] & U16::set1(0x0f0f0f0fu);
             }
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
+            OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
                 const U16 high_digits = U16::set1(weights[r * kTile + quad]);
                 const U16 low_digits = U16::set1(weights[r * kTile + kTile / 4 + quad]);
-#pragma GCC unroll 4
-                for (int n = 0; n < N; ++n) {
+                OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
                     h[r][n] = dot_small(h[r][n], high_digits, codes[n]);
                     l[r][n] = dot_small(l[r][n], low_digits, codes[n]);
                 }
             }
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
             F16 sum = F16::from_int(shift_left<7>(h[r][n]) + l[r][n]);
             if constexpr (C == kCodeInt4) sum = sum - F16::set1(digits.zeros[r]);
             float* values = rows.values(first_row + r) + column + n * 16 + (Upper ? kv.value_dim / 2 : 0);
@@ -106,13 +92,9 @@ inline void integer_values(const LayerKV& kv, const TilePair& tiles, int low, in
 template <Code V, int R>
 [[gnu::noinline]] void all_float_values(const LayerKV& kv, const TilePair& tiles, const Visible& visible,
                                         const float* weights, const float* rescale, const Rows& rows, int first_row) {
-    constexpr int N = kVectorsPerPass;
-    int dim = 0;
-    for (; dim + N * 16 <= kv.value_dim; dim += N * 16)
-        float_values<V, R, N>(kv, tiles, visible.low, visible.high, dim, weights, rescale, rows, first_row);
-    if constexpr (N > 1)
-        for (; dim < kv.value_dim; dim += 16)
-            float_values<V, R, 1>(kv, tiles, visible.low, visible.high, dim, weights, rescale, rows, first_row);
+    each_vectors<kVectorsPerPass>(kv.value_dim, [&](int dim, auto vectors) {
+        float_values<V, R, vectors>(kv, tiles, visible.low, visible.high, dim, weights, rescale, rows, first_row);
+    });
 }
 
 template <Code V, bool Upper, int R>
@@ -120,15 +102,10 @@ template <Code V, bool Upper, int R>
                                           const uint32_t* weights, const Digits& digits, const float* rescale,
                                           const Rows& rows, int first_row) {
     constexpr int N = kVectorsPerPass == 1 ? 1 : R <= 2 ? 4 : 2;
-    const int end = static_cast<int>(kv.value_side.code_bytes);
-    int column = 0;
-    for (; column + N * 16 <= end; column += N * 16)
-        integer_values<V, Upper, R, N>(kv, tiles, visible.low, visible.high, column, weights, digits, rescale, rows,
-                                       first_row);
-    if constexpr (N > 1)
-        for (; column < end; column += 16)
-            integer_values<V, Upper, R, 1>(kv, tiles, visible.low, visible.high, column, weights, digits, rescale, rows,
-                                           first_row);
+    each_vectors<N>(static_cast<int>(kv.value_side.code_bytes), [&](int column, auto vectors) {
+        integer_values<V, Upper, R, vectors>(kv, tiles, visible.low, visible.high, column, weights, digits, rescale,
+                                             rows, first_row);
+    });
 }
 
 #ifndef OCTAVO_STORES_DIGITS

@@ -57,8 +57,7 @@ inline void decode_keys_to_pairs(const char* from, const char* next, const char*
             U16 pairs[kPairs];
             __builtin_prefetch(next, 0, 2);
             pair_integers<K>(from, zeros, pairs);
-#pragma GCC unroll 4
-            for (int i = 0; i < kPairs; ++i, to += 16) store(pairs[i], to);
+            OCTAVO_UNROLL for (int i = 0; i < kPairs; ++i, to += 16) store(pairs[i], to);
         }
     }
 }

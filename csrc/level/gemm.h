@@ -30,12 +30,17 @@ class PanelPrefetch {
         prefetch.next_ = static_cast<const char*>(next) + part_ * group;
         return prefetch;
     }
-    // For large panels, which L1 would have evicted before they are used. `Lines` is what a step needs if there is a
-    // single group: a loop of variable length would cost the sums their registers.
-    template <int Lines> void to_l2() {
-#pragma GCC unroll 4
-        for (int line = 0; line < Lines; ++line) __builtin_prefetch(next_ + line * 64, 0, 2);
-        next_ += step_;
+    // At a step of R rows over float weights, which is at `panel`. Few rows prefetch their own panel. Others prefetch
+    // the next one to L2: L1 would have evicted it before it is used. `Lines` is what a step needs if there is a single
+    // group: a loop of variable length would cost the sums their registers.
+    template <int R, int Lines> [[gnu::always_inline]] void step(const char* panel, int line_stride = 64) {
+        if constexpr (R <= kGemmRowsThatWait) {
+            OCTAVO_UNROLL for (int line = 0; line < Lines; ++line)
+                __builtin_prefetch(panel + kGemmPrefetch + line * line_stride, 0, 3);
+        } else {
+            OCTAVO_UNROLL for (int line = 0; line < Lines; ++line) __builtin_prefetch(next_ + line * 64, 0, 2);
+            next_ += step_;
+        }
     }
     void to_l1() {
         for (int64_t offset = 0; offset < step_; offset += 64) __builtin_prefetch(next_ + offset, 0, 3);
@@ -66,28 +71,27 @@ template <int MostRows, class Body>
     }
 }
 
+// Adds the products of a unit of 32 outputs and of R rows.
 template <Storage S, int R>
-inline void gemm_tile(const ProductTask& task, const char* panel, int64_t panel_index, int64_t row,
+[[gnu::always_inline]] inline void add_unit(F16 (&sums)[R][2], U16 low, U16 high, const uint32_t* x) {
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
+        const U16 broadcast = U16::set1(x[r]);
+        sums[r][0] = mac<S>(sums[r][0], low, broadcast);
+        sums[r][1] = mac<S>(sums[r][1], high, broadcast);
+    }
+}
+
+template <Storage S, int R>
+inline void gemm_panel(const ProductTask& task, const char* panel, int64_t panel_index, int64_t row,
                       PanelPrefetch prefetch) {
     const uint32_t* x = task.x + (row - task.first_row) * task.units;
     prefetch_outputs<R>(task.out, row, panel_index);
     F16 acc[R][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
     for (int unit = 0; unit < task.units; ++unit, panel += kPanelOutputs * 4, x += R) {
         const U16 low = U16::load(panel), high = U16::load(panel + 64);
-        if constexpr (R <= kGemmRowsThatWait) {
-            __builtin_prefetch(panel + kGemmPrefetch, 0, 3);
-            __builtin_prefetch(panel + kGemmPrefetch + 64, 0, 3);
-        } else {
-            prefetch.to_l2<2>();
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const U16 broadcast = U16::set1(x[r]);
-            acc[r][0] = mac<S>(acc[r][0], low, broadcast);
-            acc[r][1] = mac<S>(acc[r][1], high, broadcast);
-        }
+        prefetch.step<R, 2>(panel);
+        add_unit<S>(acc, low, high, x);
     }
     store_sums(task.out, row, panel_index, acc);
 }
@@ -108,29 +112,22 @@ inline void gemm_halves(const ProductTask& task, const char* panel, int64_t pane
 #pragma GCC unroll 1
         for (int half = 0; half < 2; ++half) {
             F16 acc[R][1];
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) acc[r][0] = sums[r][half];
+            OCTAVO_UNROLL for (int r = 0; r < R; ++r) acc[r][0] = sums[r][half];
             int u = 0;
             const char* w = panel + half * 64;
             const uint32_t* from = x;
             if constexpr (S == kBf16 && kInPairs<R>) {
                 join_pairs(acc);
                 for (; u + 1 < count; u += 2, w += kPanelOutputs * 8, from += 2 * R) {
-                    if constexpr (R <= kGemmRowsThatWait) {
-                        __builtin_prefetch(w + kGemmPrefetch, 0, 3);
-                        __builtin_prefetch(w + kGemmPrefetch + kPanelOutputs * 4, 0, 3);
-                    } else {
-                        prefetch.to_l2<2>();
-                    }
+                    prefetch.step<R, 2>(w, kPanelOutputs * 4);
                     add_pairs(acc, U16::load(w), U16::load(w + kPanelOutputs * 4), from);
                 }
                 split_pairs(acc);
             }
             for (; u < count; ++u, w += kPanelOutputs * 4, from += R)
-#pragma GCC unroll 16
-                for (int r = 0; r < R; ++r) acc[r][0] = mac<S>(acc[r][0], U16::load(w), U16::set1(from[r]));
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) sums[r][half] = acc[r][0];
+                OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+                    acc[r][0] = mac<S>(acc[r][0], U16::load(w), U16::set1(from[r]));
+            OCTAVO_UNROLL for (int r = 0; r < R; ++r) sums[r][half] = acc[r][0];
         }
         panel += count * kPanelOutputs * 4;
         x += count * R;
@@ -145,7 +142,7 @@ void gemm(const ProductTask& task, int64_t group_begin, int64_t group_end, int64
                               if constexpr (count > kGemmRowsOfBothHalves)
                                   gemm_halves<S, count>(task, of...);
                               else
-                                  gemm_tile<S, count>(task, of...);
+                                  gemm_panel<S, count>(task, of...);
                           });
 }
 

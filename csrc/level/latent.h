@@ -23,8 +23,7 @@ template <Storage S> inline void transpose_latents(const char* from, int64_t str
         return;
     }
     for (int d = 0; d < dim; d += 4, from += 2 * stride)
-#pragma GCC unroll 4
-        for (int token = 0; token < 16; token += 4) {
+        OCTAVO_UNROLL for (int token = 0; token < 16; token += 4) {
             Halves low, high;
             __builtin_memcpy(&low, from + token * 4, sizeof low);
             __builtin_memcpy(&high, from + stride + token * 4, sizeof high);

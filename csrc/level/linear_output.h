@@ -93,8 +93,7 @@ template <int R>
 [[gnu::always_inline]] inline void store_sums(const LinearOutput& out, int64_t row, int64_t pair,
                                               const F16 (&sums)[R][2]) {
     F16 copy[R][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) copy[r][0] = sums[r][0], copy[r][1] = sums[r][1];
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r) copy[r][0] = sums[r][0], copy[r][1] = sums[r][1];
     store_rows(out, row, pair, copy);
 }
 

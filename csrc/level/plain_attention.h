@@ -34,31 +34,24 @@ constexpr int kLinesAskedTwice = 16;  // cache lines per row
 // scores[r][v * 16 ..] for rows [0, R) and vectors [first, first + N).
 template <Storage S, int R, int N, bool Ask>
 inline void score_pass(const LayerKV& kv, const TilePair& tiles, int first, const uint32_t* query, float* scores) {
-    F16 acc[R][N];  // kept in registers only if the loops over it are unrolled early
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[r][n] = F16::zero();
+    F16 acc[R][N];
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n] = F16::zero();
     const int64_t unit_stride = static_cast<int64_t>(kv.block_size) * 4;
     int64_t at = 0;
     for (int u = 0; u < kv.key_units; ++u, at += unit_stride, query += R) {
         U16 k[N];
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
             k[n] = U16::load(tiles.now.key[first + n] + at);
             if constexpr (Ask) __builtin_prefetch(tiles.next.key[first + n] + at, 0, 2);
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
+        OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
             const U16 q = U16::set1(query[r]);
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) acc[r][n] = mac<S>(acc[r][n], k[n], q);
+            OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n] = mac<S>(acc[r][n], k[n], q);
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kTile + (first + n) * 16);
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kTile + (first + n) * 16);
 }
 
 // values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over units [begin_unit, end_unit) of the tile. Every
@@ -69,15 +62,11 @@ inline void value_pass(const LayerKV& kv, const TilePair& tiles, int begin_unit,
     F16 acc[R][N];
     const int64_t state_stride = rows.stride();
     float* const state = rows.values(first_row) + dim;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[r][n] = F16::load(state + r * state_stride + n * 16);
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n] = F16::load(state + r * state_stride + n * 16);
     if (rescale)
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) acc[r][n] = acc[r][n] * F16::set1(rescale[r]);
+        OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+            OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n] = acc[r][n] * F16::set1(rescale[r]);
     const int64_t unit_stride = static_cast<int64_t>(kv.value_dim) * 4;
     for (int unit = begin_unit; unit < end_unit;) {
         constexpr int units_per_vector = 16 / kPair<S>;
@@ -87,37 +76,27 @@ inline void value_pass(const LayerKV& kv, const TilePair& tiles, int begin_unit,
         const char *v = tiles.now.value[vector] + offset, *next = tiles.next.value[vector] + offset;
         for (; unit < stop; ++unit, v += unit_stride, next += unit_stride) {
             U16 loaded[N];
-#pragma GCC unroll 4
-            for (int n = 0; n < N; ++n) {
+            OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
                 loaded[n] = U16::load(v + n * 64);
                 if constexpr (Ask) __builtin_prefetch(next + n * 64, 0, 2);
             }
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
+            OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
                 const U16 w = U16::set1(weights[r * kTile + unit]);
-#pragma GCC unroll 4
-                for (int n = 0; n < N; ++n) acc[r][n] = mac<S>(acc[r][n], loaded[n], w);
+                OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n] = mac<S>(acc[r][n], loaded[n], w);
             }
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) acc[r][n].store(state + r * state_stride + n * 16);
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n].store(state + r * state_stride + n * 16);
 }
 
 // The same for all dimensions.
 template <Storage S, int R, bool Ask>
 [[gnu::noinline]] void all_values(const LayerKV& kv, const TilePair& tiles, int begin_unit, int end_unit,
                                   const uint32_t* weights, const float* rescale, const Rows& rows, int first_row) {
-    const auto pass = [&]<int N>(int dim) {
-        value_pass<S, R, N, Ask>(kv, tiles, begin_unit, end_unit, dim, weights, rescale, rows, first_row);
-    };
-    int dim = 0;
-    if constexpr (kVectorsPerPass > 1)
-        for (; dim + kVectorsPerPass * 16 <= kv.value_dim; dim += kVectorsPerPass * 16)
-            pass.template operator()<kVectorsPerPass>(dim);
-    for (; dim < kv.value_dim; dim += 16) pass.template operator()<1>(dim);
+    each_vectors<kVectorsPerPass>(kv.value_dim, [&](int dim, auto vectors) {
+        value_pass<S, R, vectors, Ask>(kv, tiles, begin_unit, end_unit, dim, weights, rescale, rows, first_row);
+    });
 }
 
 // The same for one row and tokens [low, high) that not all rows of its pass see. A token outside the range, of another
@@ -167,8 +146,7 @@ template <Storage S, bool Ask>
         uint32_t* to = scratch.weights + r * kTile + v * 16 / kPair<S>;
         store_both(low, high, reinterpret_cast<Element<S>*>(to));
         if (v == 0) sum = F16::zero();
-#pragma GCC unroll 2
-        for (int u = 0; u < 32 / kPair<S>; u += 16) sum = mac<S>(sum, U16::load(to + u), ones);
+        OCTAVO_UNROLL for (int u = 0; u < 32 / kPair<S>; u += 16) sum = mac<S>(sum, U16::load(to + u), ones);
         if (v + 2 < kVectors) return;
         float* row_sum = rows.sum(first_row + r);
         fma(F16::load(row_sum), F16::set1(rescale), sum).store(row_sum);

@@ -276,10 +276,8 @@ template <WeightFormat F, int R, int T, int Part>
                                             U16 (&dots)[R][T]) {
     constexpr QuantLayout layout = quant_layout(F);
     constexpr int kQuads = 8 / layout.scales_per_section(), kTogether = quads_in_words<F>();
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-        for (int t = 0; t < T; ++t)
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        OCTAVO_UNROLL for (int t = 0; t < T; ++t)
             dots[r][t] = layout.has_minimums() || (kSumsWords && layout.quant_bits() == 8) ? U16::zero()
                                                                                            : U16::set1(sums[r]);
     if constexpr (kInPairs<R>) {
@@ -292,20 +290,15 @@ template <WeightFormat F, int R, int T, int Part>
     }
     each_constant<kQuads / kTogether>([&](auto chunk) __attribute__((always_inline)) {
         U16 words[R][T];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-            for (int t = 0; t < T; ++t) words[r][t] = U16::zero();
+        OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+            OCTAVO_UNROLL for (int t = 0; t < T; ++t) words[r][t] = U16::zero();
         each_constant<kTogether>([&](auto index) __attribute__((always_inline)) {
             constexpr int j = Part * kQuads + chunk * kTogether + index;
             U16 weights[T];
-#pragma GCC unroll 2
-            for (int t = 0; t < T; ++t) weights[t] = quad<F, j>(planes + t * 64);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
+            OCTAVO_UNROLL for (int t = 0; t < T; ++t) weights[t] = quad<F, j>(planes + t * 64);
+            OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
                 const U16 broadcast = U16::set1(x[j * R + r]);
-#pragma GCC unroll 2
-                for (int t = 0; t < T; ++t)
+                OCTAVO_UNROLL for (int t = 0; t < T; ++t)
                     if constexpr (kTogether > 1)
                         words[r][t] = dot_words(words[r][t], weights[t], broadcast);
                     else
@@ -313,10 +306,8 @@ template <WeightFormat F, int R, int T, int Part>
             }
         });
         if constexpr (kTogether > 1)
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-                for (int t = 0; t < T; ++t) dots[r][t] = add_words(dots[r][t], words[r][t]);
+            OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+                OCTAVO_UNROLL for (int t = 0; t < T; ++t) dots[r][t] = add_words(dots[r][t], words[r][t]);
     });
 }
 
@@ -329,17 +320,14 @@ template <WeightFormat F, int R, int T, int Part>
     U16 dots[R][T];
     dot_part<F, R, T, Part>(planes + first * 64, x, sums, dots);
     F16 scale[T], minimum[T];
-#pragma GCC unroll 2
-    for (int t = 0; t < T; ++t) {
+    OCTAVO_UNROLL for (int t = 0; t < T; ++t) {
         scale[t] = section_scale<F>(header + (first + t) * 16, factors, first + t, Part);
         if constexpr (layout.has_minimums())
             minimum[t] = section_minimum<F>(header + (first + t) * 16, factors, first + t, Part);
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
         const F16 step = F16::set1(steps[r]);
-#pragma GCC unroll 2
-        for (int t = 0; t < T; ++t) {
+        OCTAVO_UNROLL for (int t = 0; t < T; ++t) {
             F16& total = totals[r][first + t];
             total = fma(F16::from_int(dots[r][t]), scale[t] * step, total);
             if constexpr (layout.has_minimums()) total = fma(minimum[t], as_float(U16::set1(sums[r])), total);
@@ -362,8 +350,7 @@ template <WeightFormat F, int R>
     const uint32_t *x = group.quants, *sums = group.sums;
     const float* steps = group.scales;
     F16 totals[R][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = F16::zero();
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = F16::zero();
     for (int step = 0; step < task.units + group.remainders[0]; ++step, sums += kParts * R, x += 8 * R, steps += R) {
         const int section = step < task.units ? step : group.remainders[1 + step - task.units];
         const int in_block = section % layout.sections();
@@ -375,8 +362,8 @@ template <WeightFormat F, int R>
         } else {
             for (int line = 0; in_block == 0 && line < layout.header_bytes(); line += 64)
                 __builtin_prefetch(header + kQuantPrefetch + line, 0, 3);
-#pragma GCC unroll 32
-            for (int line = 0; line < kLines; ++line) __builtin_prefetch(at + kQuantPrefetch + line * 64, 0, 3);
+            OCTAVO_UNROLL for (int line = 0; line < kLines; ++line)
+                __builtin_prefetch(at + kQuantPrefetch + line * 64, 0, 3);
         }
 #pragma GCC unroll 1
         for (int first = 0; first < 2; first += kTogether)

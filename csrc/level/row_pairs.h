@@ -20,16 +20,14 @@ template <int R> constexpr bool kInPairs = R % 4 == 0;  // for fewer, arranging 
 
 // Turns sums of sixteen outputs of one row each into those of pairs, and back.
 template <int R, class V> [[gnu::always_inline]] inline void join_pairs(V (&sums)[R][1]) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r += 2) {
+    OCTAVO_UNROLL for (int r = 0; r < R; r += 2) {
         const V a = sums[r][0], b = sums[r + 1][0];
         sums[r][0] = zip<0>(a, b);
         sums[r + 1][0] = zip<1>(a, b);
     }
 }
 template <int R, class V> [[gnu::always_inline]] inline void split_pairs(V (&sums)[R][1]) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r += 2) {
+    OCTAVO_UNROLL for (int r = 0; r < R; r += 2) {
         const V a = sums[r][0], b = sums[r + 1][0];
         sums[r][0] = unzip<0>(a, b);
         sums[r + 1][0] = unzip<1>(a, b);
@@ -39,8 +37,7 @@ template <int R, class V> [[gnu::always_inline]] inline void split_pairs(V (&sum
 template <int R, class V>
 [[gnu::always_inline]] inline void add_pairs(V (&sums)[R][1], U16 first, U16 second, const uint32_t* x) {
     const U16 low = zip<0>(first, second), high = zip<1>(first, second);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r += 2) {
+    OCTAVO_UNROLL for (int r = 0; r < R; r += 2) {
         const U16 rows = r % 4 ? zip_broadcast<1>(x + r - 2, x + R + r - 2) : zip_broadcast<0>(x + r, x + R + r);
         sums[r][0] = multiply_pairs(sums[r][0], low, rows);
         sums[r + 1][0] = multiply_pairs(sums[r + 1][0], high, rows);

@@ -49,25 +49,20 @@ template <bool Half> class MatrixTiles {
         load_tile_config(config);
     }
 
-    template <int V, int Queries, int Keys> static void add_score(const char* keys, int64_t stride) {
-        tile_load<Keys>(keys, stride);
-        tile_dot_bf16<V, Queries, Keys>();
-    }
     template <int Queries, int Even, int Odd>
     static void add_scores(const Tile& tile, const Visible& visible, int64_t at, int64_t stride) {
-        if (visible.first_vector == 0) add_score<0, Queries, Even>(tile.key[0] + at, stride);
-        if (visible.first_vector <= 1 && visible.end_vector > 1) add_score<1, Queries, Odd>(tile.key[1] + at, stride);
-        if (visible.first_vector <= 2 && visible.end_vector > 2) add_score<2, Queries, Even>(tile.key[2] + at, stride);
-        if (visible.end_vector > 3) add_score<3, Queries, Odd>(tile.key[3] + at, stride);
+        each_constant<kVectors>([&](auto v) __attribute__((always_inline)) {
+            if (v < visible.first_vector || v >= visible.end_vector) return;
+            constexpr int kKeys = v % 2 ? Odd : Even;
+            tile_load<kKeys>(tile.key[v] + at, stride);
+            tile_dot_bf16<v, Queries, kKeys>();
+        });
     }
     // Keys are [unit][16 tokens], with units `stride` bytes apart; a row of queries has units in `row_units`.
     template <bool Ask>
     static void score(const TilePair& tiles, const Visible& visible, int units, int64_t stride, const uint32_t* query,
                       int64_t row_units, float* scores) {
-        tile_zero<0>();
-        tile_zero<1>();
-        tile_zero<2>();
-        tile_zero<3>();
+        each_constant<kVectors>([](auto v) { tile_zero<v>(); });
         int unit = 0;
         for (; unit + 16 <= units; unit += 16) {
             tile_load<4>(query + unit, row_units * 4);
@@ -81,10 +76,7 @@ template <bool Half> class MatrixTiles {
                 tile_load<6>(query + unit, row_units * 4);
                 add_scores<6, 7, 7>(tiles.now, visible, unit * stride, stride);
             }
-        tile_store<0>(scores, kTile * 4);
-        tile_store<1>(scores + 16, kTile * 4);
-        tile_store<2>(scores + 32, kTile * 4);
-        tile_store<3>(scores + 48, kTile * 4);
+        each_constant<kVectors>([&](auto v) { tile_store<v>(scores + v * 16, kTile * 4); });
     }
 
     static void rescale_rows(const Rows& rows, int first, int count, int width, const float* rescale) {
@@ -95,32 +87,22 @@ template <bool Half> class MatrixTiles {
         }
     }
 
-    template <int T, int Values> static void add_value(const uint32_t* values, int64_t stride) {
-        tile_load<Values>(values, stride);
-        tile_dot_bf16<T, 4, Values>();
-    }
     // N x 16 columns of the state. Values are [pair][column], with pairs `pair_units` apart.
     template <int N>
     static void add_columns(const uint32_t* weights, const uint32_t* values, int64_t pair_units,
                             const Visible& visible, float* sums, int64_t sums_stride) {
         const int begin = visible.low / kTileTokens * (kTileTokens / 2);
         const int end = (visible.high + kTileTokens - 1) / kTileTokens * (kTileTokens / 2);
-        tile_load<0>(sums, sums_stride);
-        if constexpr (N > 1) tile_load<1>(sums + 16, sums_stride);
-        if constexpr (N > 2) tile_load<2>(sums + 32, sums_stride);
-        if constexpr (N > 3) tile_load<3>(sums + 48, sums_stride);
+        each_constant<N>([&](auto n) { tile_load<n>(sums + n * 16, sums_stride); });
         for (int pair = begin; pair < end; pair += kTileTokens / 2) {
             tile_load<4>(weights + pair, kTile * 4);
-            const uint32_t* of_pair = values + pair * pair_units;
-            add_value<0, 5>(of_pair, pair_units * 4);
-            if constexpr (N > 1) add_value<1, kOther>(of_pair + 16, pair_units * 4);
-            if constexpr (N > 2) add_value<2, 5>(of_pair + 32, pair_units * 4);
-            if constexpr (N > 3) add_value<3, kOther>(of_pair + 48, pair_units * 4);
+            each_constant<N>([&](auto n) __attribute__((always_inline)) {
+                constexpr int kValues = n % 2 ? kOther : 5;
+                tile_load<kValues>(values + pair * pair_units + n * 16, pair_units * 4);
+                tile_dot_bf16<n, 4, kValues>();
+            });
         }
-        tile_store<0>(sums, sums_stride);
-        if constexpr (N > 1) tile_store<1>(sums + 16, sums_stride);
-        if constexpr (N > 2) tile_store<2>(sums + 32, sums_stride);
-        if constexpr (N > 3) tile_store<3>(sums + 48, sums_stride);
+        each_constant<N>([&](auto n) { tile_store<n>(sums + n * 16, sums_stride); });
     }
 
   private:

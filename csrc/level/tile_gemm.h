@@ -53,6 +53,7 @@ inline void configure_tiles(int64_t most_rows) {
 
 struct alignas(64) TileSums {
     float row[kTileGroupRows][kPanelOutputs];
+    float* of(int tile) { return row[tile / 2 * 16] + tile % 2 * 16; }
 };
 
 template <bool Lower> inline void tile_step(const char* panel, const char* x) {
@@ -75,23 +76,16 @@ struct TilePart {
     const char* tail;
 };
 
-template <bool Lower> inline void begin_sums(const TileSums* from) {
-    constexpr int64_t stride = sizeof(TileSums::row[0]);
-    if (from) {
-        tile_load<0>(from->row[0], stride);
-        tile_load<1>(from->row[0] + 16, stride);
-        if constexpr (Lower) tile_load<2>(from->row[16], stride), tile_load<3>(from->row[16] + 16, stride);
-    } else {
-        tile_zero<0>();
-        tile_zero<1>();
-        if constexpr (Lower) tile_zero<2>(), tile_zero<3>();
-    }
+template <bool Lower> inline void begin_sums(TileSums* from) {
+    each_constant<Lower ? 4 : 2>([&](auto tile) {
+        if (from)
+            tile_load<tile>(from->of(tile), sizeof from->row[0]);
+        else
+            tile_zero<tile>();
+    });
 }
 template <bool Lower> inline void end_sums(TileSums& to) {
-    constexpr int64_t stride = sizeof(TileSums::row[0]);
-    tile_store<0>(to.row[0], stride);
-    tile_store<1>(to.row[0] + 16, stride);
-    if constexpr (Lower) tile_store<2>(to.row[16], stride), tile_store<3>(to.row[16] + 16, stride);
+    each_constant<Lower ? 4 : 2>([&](auto tile) { tile_store<tile>(to.of(tile), sizeof to.row[0]); });
 }
 // Adds a part's products to the sums of a group of `rows` rows. `meanwhile(step)` runs while the tiles multiply.
 template <bool Lower, class Meanwhile>

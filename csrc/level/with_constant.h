@@ -24,4 +24,12 @@ template <int N, class F> [[gnu::always_inline]] inline void each_constant(const
     }(std::make_integer_sequence<int, N>{});
 }
 
+// Calls f(first dimension, M) for `dims` dimensions, M vectors of 16 at a time: N, then one at the end.
+template <int N, class F> [[gnu::always_inline]] inline void each_vectors(int dims, const F& f) {
+    int dim = 0;
+    if constexpr (N > 1)
+        for (; dim + N * 16 <= dims; dim += N * 16) f(dim, std::integral_constant<int, N>{});
+    for (; dim < dims; dim += 16) f(dim, std::integral_constant<int, 1>{});
+}
+
 }  // namespace octavo::OCTAVO_LEVEL

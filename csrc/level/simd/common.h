@@ -6,6 +6,9 @@
 
 #include "level/simd/name.h"
 
+// Before a loop over a block of sums: unrolled early, so that the sums are kept in registers.
+#define OCTAVO_UNROLL _Pragma("GCC unroll 32")
+
 namespace octavo::OCTAVO_LEVEL {
 
 using bf16 = uint16_t;  // the upper half of a float

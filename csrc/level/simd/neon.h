@@ -10,13 +10,15 @@ namespace octavo::OCTAVO_LEVEL {
 // A vector has four registers, so GCC considers these functions large, and inlines few of them unless forced.
 #define OCTAVO_INLINE [[gnu::always_inline]] inline
 #define OCTAVO_QUARTERS for (int i = 0; i < 4; ++i)
+#define OCTAVO_RETURN(Type, quarter)    \
+    Type out;                           \
+    OCTAVO_QUARTERS out.v[i] = quarter; \
+    return out
 
 struct U16 {
     uint32x4_t v[4];
     OCTAVO_INLINE static U16 load(const void* p) {
-        U16 out;
-        OCTAVO_QUARTERS out.v[i] = vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + i * 16));
-        return out;
+        OCTAVO_RETURN(U16, vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + i * 16)));
     }
     OCTAVO_INLINE static U16 set1(uint32_t x) {
         uint32x4_t four = vdupq_n_u32(x);
@@ -28,26 +30,12 @@ struct U16 {
     }
     OCTAVO_INLINE static U16 zero() { return set1(0); }
 };
-OCTAVO_INLINE U16 operator&(U16 a, U16 b) {
-    OCTAVO_QUARTERS a.v[i] = vandq_u32(a.v[i], b.v[i]);
-    return a;
-}
-OCTAVO_INLINE U16 operator|(U16 a, U16 b) {
-    OCTAVO_QUARTERS a.v[i] = vorrq_u32(a.v[i], b.v[i]);
-    return a;
-}
-OCTAVO_INLINE U16 operator^(U16 a, U16 b) {
-    OCTAVO_QUARTERS a.v[i] = veorq_u32(a.v[i], b.v[i]);
-    return a;
-}
-OCTAVO_INLINE U16 operator+(U16 a, U16 b) {
-    OCTAVO_QUARTERS a.v[i] = vaddq_u32(a.v[i], b.v[i]);
-    return a;
-}
+OCTAVO_INLINE U16 operator&(U16 a, U16 b) { OCTAVO_RETURN(U16, vandq_u32(a.v[i], b.v[i])); }
+OCTAVO_INLINE U16 operator|(U16 a, U16 b) { OCTAVO_RETURN(U16, vorrq_u32(a.v[i], b.v[i])); }
+OCTAVO_INLINE U16 operator^(U16 a, U16 b) { OCTAVO_RETURN(U16, veorq_u32(a.v[i], b.v[i])); }
+OCTAVO_INLINE U16 operator+(U16 a, U16 b) { OCTAVO_RETURN(U16, vaddq_u32(a.v[i], b.v[i])); }
 OCTAVO_INLINE U16 max(U16 a, U16 b) {  // of signed integers
-    OCTAVO_QUARTERS a.v[i] =
-        vreinterpretq_u32_s32(vmaxq_s32(vreinterpretq_s32_u32(a.v[i]), vreinterpretq_s32_u32(b.v[i])));
-    return a;
+    OCTAVO_RETURN(U16, vreinterpretq_u32_s32(vmaxq_s32(vreinterpretq_s32_u32(a.v[i]), vreinterpretq_s32_u32(b.v[i]))));
 }
 OCTAVO_INLINE int32_t reduce_max(U16 a) {
     int32x4_t most = vreinterpretq_s32_u32(a.v[0]);
@@ -60,42 +48,24 @@ OCTAVO_INLINE U16 look_up(const uint8_t* table, U16 codes) {
     OCTAVO_QUARTERS codes.v[i] = vreinterpretq_u32_u8(vqtbl1q_u8(bytes, vreinterpretq_u8_u32(codes.v[i])));
     return codes;
 }
-template <int N> OCTAVO_INLINE U16 shift_left(U16 a) {
-    OCTAVO_QUARTERS a.v[i] = vshlq_n_u32(a.v[i], N);
-    return a;
-}
-template <int N> OCTAVO_INLINE U16 shift_right(U16 a) {
-    OCTAVO_QUARTERS a.v[i] = vshrq_n_u32(a.v[i], N);
-    return a;
-}
+template <int N> OCTAVO_INLINE U16 shift_left(U16 a) { OCTAVO_RETURN(U16, vshlq_n_u32(a.v[i], N)); }
+template <int N> OCTAVO_INLINE U16 shift_right(U16 a) { OCTAVO_RETURN(U16, vshrq_n_u32(a.v[i], N)); }
 
 struct F16 {
     float32x4_t v[4];
-    OCTAVO_INLINE static F16 load(const float* p) {
-        F16 out;
-        OCTAVO_QUARTERS out.v[i] = vld1q_f32(p + i * 4);
-        return out;
-    }
+    OCTAVO_INLINE static F16 load(const float* p) { OCTAVO_RETURN(F16, vld1q_f32(p + i * 4)); }
     OCTAVO_INLINE static F16 load(const bf16* p) {
-        F16 out;
-        OCTAVO_QUARTERS out.v[i] = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + i * 4), 16));
-        return out;
+        OCTAVO_RETURN(F16, vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + i * 4), 16)));
     }
     OCTAVO_INLINE static F16 load_half(const uint16_t* p) {  // IEEE binary16
-        F16 out;
-        OCTAVO_QUARTERS out.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + i * 4)));
-        return out;
+        OCTAVO_RETURN(F16, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + i * 4))));
     }
     OCTAVO_INLINE static F16 set1(float x) {
         const float32x4_t four = vdupq_n_f32(x);
         return {{four, four, four, four}};
     }
     OCTAVO_INLINE static F16 zero() { return set1(0.0f); }
-    OCTAVO_INLINE static F16 from_int(U16 x) {
-        F16 out;
-        OCTAVO_QUARTERS out.v[i] = vcvtq_f32_s32(vreinterpretq_s32_u32(x.v[i]));
-        return out;
-    }
+    OCTAVO_INLINE static F16 from_int(U16 x) { OCTAVO_RETURN(F16, vcvtq_f32_s32(vreinterpretq_s32_u32(x.v[i]))); }
     OCTAVO_INLINE void store(float* p) const { OCTAVO_QUARTERS vst1q_f32(p + i * 4, v[i]); }
     OCTAVO_INLINE void store(bf16* p) const {
         OCTAVO_QUARTERS {
@@ -111,44 +81,17 @@ template <class T> OCTAVO_INLINE void store_both(F16 a, F16 b, T* p) {
     a.store(p);
     b.store(p + 16);
 }
-OCTAVO_INLINE F16 as_float(U16 a) {
-    F16 out;
-    OCTAVO_QUARTERS out.v[i] = vreinterpretq_f32_u32(a.v[i]);
-    return out;
-}
-OCTAVO_INLINE U16 as_bits(F16 a) {
-    U16 out;
-    OCTAVO_QUARTERS out.v[i] = vreinterpretq_u32_f32(a.v[i]);
-    return out;
-}
-OCTAVO_INLINE F16 operator+(F16 a, F16 b) {
-    OCTAVO_QUARTERS a.v[i] = vaddq_f32(a.v[i], b.v[i]);
-    return a;
-}
-OCTAVO_INLINE F16 operator-(F16 a, F16 b) {
-    OCTAVO_QUARTERS a.v[i] = vsubq_f32(a.v[i], b.v[i]);
-    return a;
-}
-OCTAVO_INLINE F16 operator*(F16 a, F16 b) {
-    OCTAVO_QUARTERS a.v[i] = vmulq_f32(a.v[i], b.v[i]);
-    return a;
-}
-OCTAVO_INLINE F16 operator/(F16 a, F16 b) {
-    OCTAVO_QUARTERS a.v[i] = vdivq_f32(a.v[i], b.v[i]);
-    return a;
-}
-OCTAVO_INLINE F16 fma(F16 a, F16 b, F16 c) {
-    OCTAVO_QUARTERS c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]);
-    return c;
-}
+OCTAVO_INLINE F16 as_float(U16 a) { OCTAVO_RETURN(F16, vreinterpretq_f32_u32(a.v[i])); }
+OCTAVO_INLINE U16 as_bits(F16 a) { OCTAVO_RETURN(U16, vreinterpretq_u32_f32(a.v[i])); }
+OCTAVO_INLINE F16 operator+(F16 a, F16 b) { OCTAVO_RETURN(F16, vaddq_f32(a.v[i], b.v[i])); }
+OCTAVO_INLINE F16 operator-(F16 a, F16 b) { OCTAVO_RETURN(F16, vsubq_f32(a.v[i], b.v[i])); }
+OCTAVO_INLINE F16 operator*(F16 a, F16 b) { OCTAVO_RETURN(F16, vmulq_f32(a.v[i], b.v[i])); }
+OCTAVO_INLINE F16 operator/(F16 a, F16 b) { OCTAVO_RETURN(F16, vdivq_f32(a.v[i], b.v[i])); }
+OCTAVO_INLINE F16 fma(F16 a, F16 b, F16 c) { OCTAVO_RETURN(F16, vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
 OCTAVO_INLINE F16 max(F16 a, F16 b) {  // b where either is NaN
-    OCTAVO_QUARTERS a.v[i] = vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]);
-    return a;
+    OCTAVO_RETURN(F16, vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]));
 }
-OCTAVO_INLINE F16 min(F16 a, F16 b) {
-    OCTAVO_QUARTERS a.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]);
-    return a;
-}
+OCTAVO_INLINE F16 min(F16 a, F16 b) { OCTAVO_RETURN(F16, vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
 OCTAVO_INLINE float reduce_add(F16 a) {
     const float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
     const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
@@ -244,12 +187,10 @@ OCTAVO_INLINE U16 dot_bytes(U16 acc, U16 a, U16 b) {
 #define OCTAVO_ROW_PAIRS
 // | a0 b0 a1 b1 | of each four lanes, or | a2 b2 a3 b3 |; and back.
 template <int Half> OCTAVO_INLINE U16 zip(U16 a, U16 b) {
-    OCTAVO_QUARTERS a.v[i] = Half ? vzip2q_u32(a.v[i], b.v[i]) : vzip1q_u32(a.v[i], b.v[i]);
-    return a;
+    OCTAVO_RETURN(U16, Half ? vzip2q_u32(a.v[i], b.v[i]) : vzip1q_u32(a.v[i], b.v[i]));
 }
 template <int Half> OCTAVO_INLINE U16 unzip(U16 a, U16 b) {
-    OCTAVO_QUARTERS a.v[i] = Half ? vuzp2q_u32(a.v[i], b.v[i]) : vuzp1q_u32(a.v[i], b.v[i]);
-    return a;
+    OCTAVO_RETURN(U16, Half ? vuzp2q_u32(a.v[i], b.v[i]) : vuzp1q_u32(a.v[i], b.v[i]));
 }
 template <int Half> OCTAVO_INLINE F16 zip(F16 a, F16 b) { return as_float(zip<Half>(as_bits(a), as_bits(b))); }
 template <int Half> OCTAVO_INLINE F16 unzip(F16 a, F16 b) { return as_float(unzip<Half>(as_bits(a), as_bits(b))); }
@@ -260,13 +201,11 @@ template <int Half> OCTAVO_INLINE U16 zip_broadcast(const uint32_t* a, const uin
 }
 // In each four lanes, acc + a b^T, where a and b are matrices of two rows, of two units each.
 OCTAVO_INLINE U16 multiply_pairs(U16 acc, U16 a, U16 b) {  // a's bytes unsigned, b's signed
-    OCTAVO_QUARTERS acc.v[i] = vreinterpretq_u32_s32(vusmmlaq_s32(
-        vreinterpretq_s32_u32(acc.v[i]), vreinterpretq_u8_u32(a.v[i]), vreinterpretq_s8_u32(b.v[i])));
-    return acc;
+    OCTAVO_RETURN(U16, vreinterpretq_u32_s32(vusmmlaq_s32(vreinterpretq_s32_u32(acc.v[i]), vreinterpretq_u8_u32(a.v[i]),
+                                                          vreinterpretq_s8_u32(b.v[i]))));
 }
 OCTAVO_INLINE F16 multiply_pairs(F16 acc, U16 a, U16 b) {  // bf16
-    OCTAVO_QUARTERS acc.v[i] = vbfmmlaq_f32(acc.v[i], vreinterpretq_bf16_u32(a.v[i]), vreinterpretq_bf16_u32(b.v[i]));
-    return acc;
+    OCTAVO_RETURN(F16, vbfmmlaq_f32(acc.v[i], vreinterpretq_bf16_u32(a.v[i]), vreinterpretq_bf16_u32(b.v[i])));
 }
 #endif
 
@@ -334,6 +273,7 @@ OCTAVO_INLINE void decode_unit(const char* from, const CodeTables& tables, U16& 
 }
 
 #undef OCTAVO_QUARTERS
+#undef OCTAVO_RETURN
 #undef OCTAVO_INLINE
 
 // Register blocking: rows x vectors accumulators, of four of the 32 registers each.
