@@ -9,7 +9,7 @@
 
 namespace octavo {
 
-// A matrix [outputs][inputs] in the kernels' layout: panels of 32 outputs, see gemm.h, coded.h and quant.h.
+// A matrix [outputs][inputs] in the kernels' layout: panels of 32 outputs, see gemm.h, compressed.h and quant.h.
 struct Weight {
     char* packed;
     int64_t outputs, inputs;
@@ -20,37 +20,37 @@ int64_t packed_bytes(WeightFormat, int64_t outputs, int64_t inputs);
 int64_t stored_row_bytes(WeightFormat, int64_t inputs);  // of one output in checkpoints and GGUF files
 int64_t block_inputs(WeightFormat);                      // what a weight's inputs must be a multiple of
 
-// The layout of a coded weight: | header | panels | first escape of each panel | escapes |
-struct CodedWeight {
+// How a compressed weight lies in memory: | header | panels | first escape of each panel | escapes |
+struct CompressedWeight {
     int64_t panels, pairs;  // pairs of units per panel
-    int64_t panel_bytes() const { return pairs * kCodedPairBytes; }
+    int64_t panel_bytes() const { return pairs * kCompressedPairBytes; }
     static constexpr int64_t header_bytes = 64;
     int64_t escapes_at() const { return header_bytes + panels * panel_bytes() + (panels * 4 + 63) / 64 * 64; }
     int64_t bytes(int64_t num_escapes) const {
         return escapes_at() +
                (num_escapes + panels) * static_cast<int64_t>(sizeof(Escape));  // plus a terminator per panel
     }
-    explicit CodedWeight(const Weight& weight)
+    explicit CompressedWeight(const Weight& weight)
         : panels((weight.outputs + kPanelOutputs - 1) / kPanelOutputs), pairs((weight.inputs + 3) / 4) {}
-    CodedPanels view(const char* packed) const {
+    CompressedPanels view(const char* packed) const {
         return {reinterpret_cast<const uint8_t*>(packed),
                 reinterpret_cast<const int32_t*>(packed + header_bytes + panels * panel_bytes()),
                 reinterpret_cast<const Escape*>(packed + escapes_at())};
     }
 };
-// How a packed bf16 weight would be coded: the 15 consecutive exponents that cover most of it, and the number of
+// How a packed bf16 weight would be compressed: the 15 consecutive exponents that cover most of it, and the number of
 // elements outside them.
-constexpr int kMostCodingBase = 240;
-struct CodingPlan {
-    int base;  // code c is exponent base + c; at most kMostCodingBase
+constexpr int kMostCompressionBase = 240;
+struct CompressionPlan {
+    int base;  // code c is exponent base + c; at most kMostCompressionBase
     int64_t num_escapes;
 };
-CodingPlan plan_coding(const Weight& weight);
+CompressionPlan plan_compression(const Weight& weight);
 // Throws std::invalid_argument if the plan was made for another weight.
-void encode(const Weight& weight, const CodingPlan& plan, char* to);
-// Throws std::invalid_argument unless `bytes` bytes hold what `encode` wrote.
-void check_coded(const Weight& weight, int64_t bytes);
-void decode_row(const Weight& weight, int64_t output, char* to);
+void compress(const Weight& weight, const CompressionPlan& plan, char* to);
+// Throws std::invalid_argument unless `bytes` bytes hold what `compress` wrote.
+void check_compressed(const Weight& weight, int64_t bytes);
+void decompress_row(const Weight& weight, int64_t output, char* to);
 
 // Where a matrix's rows go among the outputs of a fused one: 16 together, the next 16 `step` sixteens further on.
 //     step 1   | q ........ | k ... | v ... |      one after the other, each from its own first_output

@@ -91,7 +91,7 @@ int64_t even_stretches(int64_t panels, int64_t most, int64_t threads, int64_t bl
 }
 
 int64_t panel_bytes(const Weight& weight) {
-    if (weight.format == WeightFormat::bf16_coded) return CodedWeight(weight).panel_bytes();
+    if (weight.format == WeightFormat::bf16_compressed) return CompressedWeight(weight).panel_bytes();
     return packed_bytes(weight.format, kPanelOutputs, weight.inputs);
 }
 
@@ -112,9 +112,9 @@ class Product {
         panels = divide_up(weight.outputs, kPanelOutputs);
         panel_bytes = octavo::panel_bytes(weight);
         task_.weight = weight.packed;
-        if (weight.format == WeightFormat::bf16_coded) {
-            task_.weight += CodedWeight::header_bytes;
-            task_.coded = CodedWeight(weight).view(weight.packed);
+        if (weight.format == WeightFormat::bf16_compressed) {
+            task_.weight += CompressedWeight::header_bytes;
+            task_.compressed = CompressedWeight(weight).view(weight.packed);
         }
         task_.groups = RowGroups(rows, quantises   ? level_.quant_rows
                                        : in_tiles_ ? kTileGroupRows

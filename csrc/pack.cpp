@@ -345,7 +345,7 @@ void unpack_row(const Weight& weight, int64_t output, Storage storage, char* to)
         unpack_row(weight, output, kBf16, half);
         return widen(half, weight.inputs, reinterpret_cast<float*>(to));
     }
-    if (weight.format == WeightFormat::bf16_coded) return decode_row(weight, output, to);
+    if (weight.format == WeightFormat::bf16_compressed) return decompress_row(weight, output, to);
     const int64_t units = units_per_output(weight);
     const char* from = weight.packed + (output / kPanelOutputs * units * kPanelOutputs + output % kPanelOutputs) * 4;
     const int64_t row_bytes = stored_row_bytes(weight.format, weight.inputs);

@@ -9,7 +9,7 @@ namespace octavo {
 
 // clang-format off
 enum class WeightFormat : uint8_t {
-    bf16, f32, bf16_coded,
+    bf16, f32, bf16_compressed,
     q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4
 };
 // clang-format on
@@ -116,16 +116,16 @@ struct LinearOutput {
     Epilogue epilogue;
 };
 
-// A weight that the codes of coded.h cannot represent. Each panel's list ends with an escape for a unit that does not
-// exist.
+// A weight that the codes of compressed.h cannot represent. Each panel's list ends with an escape for a unit that does
+// not exist.
 struct Escape {
     uint32_t unit;
     uint16_t element, bits;  // which of the unit's 64 elements: output * 2 + input
 };
-constexpr int kCodedPairBytes = 192;  // for two units
-// Which byte of a coded unit holds an element.
-constexpr int coded_position(int element) { return element % 32 / 8 * 16 + element / 32 * 8 + element % 8; }
-struct CodedPanels {
+constexpr int kCompressedPairBytes = 192;  // for two units
+// Which byte of a compressed unit holds an element.
+constexpr int compressed_position(int element) { return element % 32 / 8 * 16 + element / 32 * 8 + element % 8; }
+struct CompressedPanels {
     const uint8_t* tables;        // exponent bits of the high bytes by code (16), then of the low bytes (16)
     const int32_t* first_escape;  // [panels]
     const Escape* escapes;
@@ -160,7 +160,7 @@ struct QuantRows {
 
 struct ProductTask {
     const char* weight;  // packed
-    CodedPanels coded;   // if the weight is coded
+    CompressedPanels compressed;  // if the weight is
     const uint32_t* x;   // packed floats, see gemm.h; or
     QuantRows quants;    // if they are multiplied as integers
     int64_t first_row;   // the row that x begins with

@@ -13,9 +13,11 @@ using namespace nb::literals;
 namespace octavo {
 namespace {
 
-constexpr const char* kFormatNames[kNumWeightFormats] = {"bfloat16", "float32", "coded bfloat16", "Q4_0", "Q4_1",
-                                                         "Q5_0",     "Q5_1",    "Q8_0",           "Q2_K", "Q3_K",
-                                                         "Q4_K",     "Q5_K",    "Q6_K",           "IQ4_NL", "IQ4_XS",
+constexpr const char* kFormatNames[kNumWeightFormats] = {"bfloat16", "float32", "compressed bfloat16",
+                                                         "Q4_0",     "Q4_1",    "Q5_0",
+                                                         "Q5_1",     "Q8_0",    "Q2_K",
+                                                         "Q3_K",     "Q4_K",    "Q5_K",
+                                                         "Q6_K",     "IQ4_NL",  "IQ4_XS",
                                                          "MXFP4"};
 
 WeightFormat weight_format(const std::string& name) {
@@ -35,14 +37,15 @@ void check_size(const std::string& name, WeightFormat format, int64_t outputs, i
 int64_t checked_packed_bytes(const std::string& name, int64_t outputs, int64_t inputs) {
     const WeightFormat format = weight_format(name);
     check_size(name, format, outputs, inputs);
-    require(format != WeightFormat::bf16_coded, "how large a coded weight is depends on what it holds");
+    require(format != WeightFormat::bf16_compressed, "how large a compressed weight is depends on what it holds");
     return packed_bytes(format, outputs, inputs);
 }
 
 void py_pack_rows(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs, const Tensor& rows,
                   int64_t first_output, int64_t step) {
     const Weight weight = weight_of(format, packed, outputs, inputs);
-    require(weight.format != WeightFormat::bf16_coded, "rows are put into a bfloat16 weight, which is coded then");
+    require(weight.format != WeightFormat::bf16_compressed,
+            "rows are put into a bfloat16 weight, which is compressed then");
     const DType dtype = is_quantised(weight.format)             ? DType::u8
                         : float_storage(weight.format) == kBf16 ? DType::bf16
                                                                 : DType::f32;
@@ -52,9 +55,9 @@ void py_pack_rows(const std::string& format, const Tensor& packed, int64_t outpu
         step >= 1 && step <= 64 && first_output >= 0 && (step == 1 || first_output % 16 == 0),
         "rows cannot be placed from output " + std::to_string(first_output) + " in steps of " + std::to_string(step));
     // Bounded one by one, since their sum could wrap around.
-    require(first_output <= outputs && stored.rows <= outputs,
-            std::to_string(stored.rows) + " rows from output " + std::to_string(first_output) + " do not fit " +
-                std::to_string(outputs) + " outputs");
+    require(first_output <= outputs && stored.rows <= outputs, std::to_string(stored.rows) + " rows from output " +
+                                                                   std::to_string(first_output) + " do not fit " +
+                                                                   std::to_string(outputs) + " outputs");
     const Placement place{first_output, step};
     require(stored.rows == 0 || place.output(stored.rows - 1) < outputs,
             "rows end at output " + std::to_string(place.output(stored.rows - 1)) + " of " + std::to_string(outputs));
@@ -62,24 +65,24 @@ void py_pack_rows(const std::string& format, const Tensor& packed, int64_t outpu
     pack_rows(weight, stored.base, stored.stride, stored.rows, place);
 }
 
-// How the weight would be coded: the base of its exponents, the number of escapes, and the size in bytes.
-std::tuple<int, int64_t, int64_t> py_plan_coding(const Tensor& packed, int64_t outputs, int64_t inputs) {
+// How the weight would be compressed: the base of its exponents, the number of escapes, and the size in bytes.
+std::tuple<int, int64_t, int64_t> py_plan_compression(const Tensor& packed, int64_t outputs, int64_t inputs) {
     const Weight weight = weight_of("bfloat16", packed, outputs, inputs);
     nb::gil_scoped_release release;
-    const CodingPlan plan = plan_coding(weight);
-    return {plan.base, plan.num_escapes, CodedWeight(weight).bytes(plan.num_escapes)};
+    const CompressionPlan plan = plan_compression(weight);
+    return {plan.base, plan.num_escapes, CompressedWeight(weight).bytes(plan.num_escapes)};
 }
 
-void py_encode(const Tensor& packed, int64_t outputs, int64_t inputs, int base, int64_t num_escapes,
-               const Tensor& out) {
+void py_compress(const Tensor& packed, int64_t outputs, int64_t inputs, int base, int64_t num_escapes,
+                 const Tensor& out) {
     const Weight weight = weight_of("bfloat16", packed, outputs, inputs);
-    require(base >= 0 && base <= kMostCodingBase && num_escapes >= 0 && num_escapes <= outputs * inputs,
+    require(base >= 0 && base <= kMostCompressionBase && num_escapes >= 0 && num_escapes <= outputs * inputs,
             "a weight of " + std::to_string(outputs) + " x " + std::to_string(inputs) +
-                " cannot be coded from exponent " + std::to_string(base) + " with " + std::to_string(num_escapes) +
+                " cannot be compressed from exponent " + std::to_string(base) + " with " + std::to_string(num_escapes) +
                 " escapes");
-    check_dense(out, "out", DType::u8, {CodedWeight(weight).bytes(num_escapes)});
+    check_dense(out, "out", DType::u8, {CompressedWeight(weight).bytes(num_escapes)});
     nb::gil_scoped_release release;
-    encode(weight, {base, num_escapes}, out.base);
+    compress(weight, {base, num_escapes}, out.base);
 }
 
 // In several threads, so that first touch spreads the pages over their memory nodes.
@@ -131,9 +134,9 @@ void py_linear(const std::string& format, const Tensor& packed, int64_t outputs,
 Weight weight_of(const std::string& format, const Tensor& packed, int64_t outputs, int64_t inputs) {
     const Weight weight{packed.base, outputs, inputs, weight_format(format)};
     check_size(format, weight.format, outputs, inputs);
-    const bool coded = weight.format == WeightFormat::bf16_coded;
-    check_dense(packed, "packed", DType::u8, {coded ? -1 : packed_bytes(weight.format, outputs, inputs)});
-    if (coded) check_coded(weight, packed.shape[0]);
+    const bool compressed = weight.format == WeightFormat::bf16_compressed;
+    check_dense(packed, "packed", DType::u8, {compressed ? -1 : packed_bytes(weight.format, outputs, inputs)});
+    if (compressed) check_compressed(weight, packed.shape[0]);
     return weight;
 }
 
@@ -141,8 +144,8 @@ void bind_linear(nb::module_& m) {
     m.def("packed_bytes", &checked_packed_bytes, "format"_a, "outputs"_a, "inputs"_a);
     m.def("pack_rows", &py_pack_rows, "format"_a, "packed"_a, "outputs"_a, "inputs"_a, "rows"_a, "first_output"_a,
           "step"_a);
-    m.def("plan_coding", &py_plan_coding, "packed"_a, "outputs"_a, "inputs"_a);
-    m.def("encode", &py_encode, "packed"_a, "outputs"_a, "inputs"_a, "base"_a, "num_escapes"_a, "out"_a);
+    m.def("plan_compression", &py_plan_compression, "packed"_a, "outputs"_a, "inputs"_a);
+    m.def("compress", &py_compress, "packed"_a, "outputs"_a, "inputs"_a, "base"_a, "num_escapes"_a, "out"_a);
     m.def("copy_packed", &py_copy_packed, "source"_a, "target"_a);
     m.def("unpack_rows", &py_unpack_rows, "format"_a, "packed"_a, "outputs"_a, "inputs"_a, "ids"_a, "out"_a);
     m.def("linear", &py_linear, "format"_a, "packed"_a, "outputs"_a, "x"_a, "bias"_a.none(), "out"_a, "activation"_a,

@@ -3,7 +3,7 @@
 #include "kernels.h"
 #include "level/attend.h"
 #include "level/bounds.h"
-#include "level/coded.h"
+#include "level/compressed.h"
 #include "level/gemm.h"
 #include "level/interleave.h"
 #include "level/quant.h"
@@ -73,7 +73,7 @@ const Kernels OCTAVO_TABLE = {
     .tile_units = OCTAVO_LEVEL::kTileUnits,
     .gemm_quant_rows = OCTAVO_LEVEL::kGemmQuantRows,
 #else
-    .multiply = {OCTAVO_LEVEL::gemm<kBf16>, OCTAVO_LEVEL::gemm<kF32>, OCTAVO_LEVEL::gemm_coded,
+    .multiply = {OCTAVO_LEVEL::gemm<kBf16>, OCTAVO_LEVEL::gemm<kF32>, OCTAVO_LEVEL::gemm_compressed,
                  OCTAVO_QUANTISED(OCTAVO_LEVEL::quant_linear)},
     .quant_rows = OCTAVO_LEVEL::kQuantRows,
     .gemm_rows = {OCTAVO_LEVEL::kGemmRows, OCTAVO_LEVEL::kGemmRows},

@@ -21,7 +21,7 @@
 //
 #pragma once
 
-#include "level/coded.h"
+#include "level/compressed.h"
 #include "level/gemm.h"
 #include "level/simd/tiles.h"
 #include "tile_blocks.h"
@@ -153,18 +153,19 @@ class StoredPanels {
     alignas(64) char tail_[kTileStepBytes];
 };
 
-// Panels of coded.h.
-class DecodedPanels {
+// Panels of compressed.h.
+class DecompressedPanels {
   public:
     static constexpr bool kDecodes = true;
-    explicit DecodedPanels(const ProductTask& task) : task_(task), tables_(load_tables(task.coded.tables)) {}
+    explicit DecompressedPanels(const ProductTask& task) : task_(task), tables_(load_tables(task.compressed.tables)) {}
     const char* stored(int64_t panel, int64_t first) const {
-        return task_.weight + (panel * ((int64_t{task_.units} + 1) / 2) + first * (kTileUnits / 2)) * kCodedPairBytes;
+        const int64_t pairs = (int64_t{task_.units} + 1) / 2;
+        return task_.weight + (panel * pairs + first * (kTileUnits / 2)) * kCompressedPairBytes;
     }
-    static int64_t stored_bytes(int64_t steps) { return steps * (kTileUnits / 2) * kCodedPairBytes; }
+    static int64_t stored_bytes(int64_t steps) { return steps * (kTileUnits / 2) * kCompressedPairBytes; }
     TilePart part(int64_t panel, int64_t first, int64_t end) {
         const char* from = stored(panel, first);
-        const Escape* escape = task_.coded.escapes + task_.coded.first_escape[panel];
+        const Escape* escape = task_.compressed.escapes + task_.compressed.first_escape[panel];
         const auto begin_unit = static_cast<int>(first * kTileUnits), end_unit = static_cast<int>(end * kTileUnits);
         while (escape->unit < static_cast<uint32_t>(begin_unit)) ++escape;
         char* to = task_.decoded;
@@ -176,16 +177,16 @@ class DecodedPanels {
             to += 128;
         };
         U16 low, high;
-        for (int unit = begin_unit; unit < end_unit; unit += 2, from += kCodedPairBytes) {
-            for (int line = 0; line < kCodedPairBytes; line += 64)
+        for (int unit = begin_unit; unit < end_unit; unit += 2, from += kCompressedPairBytes) {
+            for (int line = 0; line < kCompressedPairBytes; line += 64)
                 __builtin_prefetch(from + kGemmPrefetch + line, 0, 3);
             for (int half = 0; half < 2; ++half) {
                 if (unit + half >= task_.units)
                     low = high = U16::zero();
                 else if (half == 0)
-                    decode_unit<0>(from, tables_, low, high);
+                    decompress_unit<0>(from, tables_, low, high);
                 else
-                    decode_unit<1>(from, tables_, low, high);
+                    decompress_unit<1>(from, tables_, low, high);
                 put(unit + half, low, high);
             }
         }
@@ -194,7 +195,7 @@ class DecodedPanels {
 
   private:
     const ProductTask& task_;
-    CodeTables tables_;
+    ExponentTables tables_;
 };
 
 // One group: its sums stay in the tiles, and prefetches reach for a later part of the same panel.

@@ -103,7 +103,7 @@ void multiply_quants_in_tiles(const ProductTask& task, int64_t group_begin, int6
 // In the order of WeightFormat.
 #define OCTAVO_TILE_PRODUCTS                                                            \
     {OCTAVO_LEVEL::multiply_in_tiles<OCTAVO_LEVEL::StoredPanels>, nullptr,              \
-     OCTAVO_LEVEL::multiply_in_tiles<OCTAVO_LEVEL::DecodedPanels>,                      \
+     OCTAVO_LEVEL::multiply_in_tiles<OCTAVO_LEVEL::DecompressedPanels>,                      \
      OCTAVO_QUANTISED(OCTAVO_LEVEL::multiply_quants_in_tiles)}
 
 }  // namespace octavo::OCTAVO_LEVEL

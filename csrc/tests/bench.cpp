@@ -126,7 +126,7 @@ void products() {
     for (const auto& [inputs, outputs] : {std::pair{576, 3072}, {1536, 576}, {4096, 4096}})
         for (int i = 0; i < kNumWeightFormats; ++i) {
             const auto format = static_cast<WeightFormat>(i);
-            if (format == WeightFormat::bf16_coded || inputs % block_inputs(format)) continue;
+            if (format == WeightFormat::bf16_compressed || inputs % block_inputs(format)) continue;
             if (!g_only_weight.empty() && g_only_weight != kFormatNames[i]) continue;
             Weights weights(format, inputs, outputs);
             for (const int rows : {1, 2, 4, 8, 16, 32, 64, 128, 256}) {

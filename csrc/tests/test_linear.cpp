@@ -296,7 +296,7 @@ TEST_ONCE(rows_come_back_as_they_were_put) {
                            quantised ? std::abs(expected) * rounding(storage) + 1e-7 : 0.0, "an unpacked weight");
             }
         }
-        if (quantised || format == WeightFormat::bf16_coded) continue;
+        if (quantised || format == WeightFormat::bf16_compressed) continue;
         // Gates and ups alternate, see Placement.
         const Buffer packed(packed_bytes(format, 2 * ((outputs + 15) / 16 * 16), inputs));
         const Weight both{packed.data(), 2 * ((outputs + 15) / 16 * 16), inputs, format};
@@ -332,12 +332,12 @@ TEST_ONCE(a_damaged_weight_is_refused) {
         set_num_threads(2);
         CHECK(refused([&] { pack_rows(weight.weight(), weight.stored->data(), row_bytes, 200, {0, 1}); }));
     }
-    const TestWeight plain(WeightFormat::bf16, 70, 33), coded(WeightFormat::bf16_coded, 70, 33);
-    const CodingPlan plan = plan_coding(plain.weight());
-    const Buffer to(CodedWeight(plain.weight()).bytes(plan.num_escapes + 1));
-    CHECK(refused([&] { encode(plain.weight(), {plan.base, plan.num_escapes + 1}, to.data()); }));
-    CHECK(refused([&] { check_coded(coded.weight(), coded.packed->size() - 1); }));
-    CHECK(refused([&] { check_coded(coded.weight(), 3); }));
+    const TestWeight plain(WeightFormat::bf16, 70, 33), compressed(WeightFormat::bf16_compressed, 70, 33);
+    const CompressionPlan plan = plan_compression(plain.weight());
+    const Buffer to(CompressedWeight(plain.weight()).bytes(plan.num_escapes + 1));
+    CHECK(refused([&] { compress(plain.weight(), {plan.base, plan.num_escapes + 1}, to.data()); }));
+    CHECK(refused([&] { check_compressed(compressed.weight(), compressed.packed->size() - 1); }));
+    CHECK(refused([&] { check_compressed(compressed.weight(), 3); }));
 }
 
 }  // namespace

@@ -11,9 +11,9 @@
 
 namespace octavo::test {
 
-constexpr const char* kFormatNames[kNumWeightFormats] = {"bf16", "f32",    "coded bf16", "Q4_0", "Q4_1", "Q5_0",
-                                                         "Q5_1", "Q8_0",   "Q2_K",       "Q3_K", "Q4_K", "Q5_K",
-                                                         "Q6_K", "IQ4_NL", "IQ4_XS",     "MXFP4"};
+constexpr const char* kFormatNames[kNumWeightFormats] = {
+    "bf16", "f32",  "compressed bf16", "Q4_0",   "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K",
+    "Q5_K", "Q6_K", "IQ4_NL",          "IQ4_XS", "MXFP4"};
 
 inline WeightFormat random_format() { return static_cast<WeightFormat>(random_int(0, kNumWeightFormats - 1)); }
 // A number of inputs that the format allows, at most `most` but for a block's.
@@ -97,7 +97,7 @@ struct TestWeight {
 
     TestWeight(WeightFormat format, int64_t outputs, int64_t inputs)
         : outputs(outputs), inputs(inputs), format(format), values(outputs * inputs) {
-        const WeightFormat plain = format == WeightFormat::bf16_coded ? WeightFormat::bf16 : format;
+        const WeightFormat plain = format == WeightFormat::bf16_compressed ? WeightFormat::bf16 : format;
         const int64_t row_bytes = stored_row_bytes(plain, inputs);
         stored = std::make_unique<Buffer>(row_bytes * outputs);
         for (int64_t output = 0; output < outputs; ++output)
@@ -108,7 +108,7 @@ struct TestWeight {
         packed = std::make_unique<Buffer>(packed_bytes(plain, outputs, inputs));
         std::memset(packed->data(), 0, packed->size());
         pack_rows({packed->data(), outputs, inputs, plain}, stored->data(), row_bytes, outputs, {0, 1});
-        if (format == WeightFormat::bf16_coded) encode_packed();
+        if (format == WeightFormat::bf16_compressed) compress_packed();
     }
     Weight weight() const { return {packed->data(), outputs, inputs, format}; }
 
@@ -116,7 +116,7 @@ struct TestWeight {
     void draw_floats(char* to, double* meant) {
         const Storage storage = float_storage(format);
         for (int64_t i = 0; i < inputs; ++i) {
-            // Some exponents are far from the rest: a coded weight lists them as escapes.
+            // Some exponents are far from the rest: a compressed weight lists them as escapes.
             const float value = random_normal() * (random_int(0, 20) ? 1.0f : std::ldexp(1.0f, random_int(-60, 10)));
             store(random_int(0, 30) ? value : 0.0f, to, i, storage);
             meant[i] = load(to, i, storage);
@@ -137,13 +137,13 @@ struct TestWeight {
                 meant[first + i] = stored_weight(format, reinterpret_cast<const uint8_t*>(to), i);
         }
     }
-    void encode_packed() {
+    void compress_packed() {
         const Weight plain{packed->data(), outputs, inputs, WeightFormat::bf16};
-        const CodingPlan plan = plan_coding(plain);
-        auto coded = std::make_unique<Buffer>(CodedWeight(plain).bytes(plan.num_escapes));
-        encode(plain, plan, coded->data());
-        packed = std::move(coded);
-        check_coded(weight(), packed->size());
+        const CompressionPlan plan = plan_compression(plain);
+        auto compressed = std::make_unique<Buffer>(CompressedWeight(plain).bytes(plan.num_escapes));
+        compress(plain, plan, compressed->data());
+        packed = std::move(compressed);
+        check_compressed(weight(), packed->size());
     }
 };
 

@@ -72,8 +72,8 @@ def products(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         weight = PackedWeight.pack_quantised(name, quantised(name, 96, inputs), inputs)  # type: ignore[arg-type]
     else:
         weight = PackedWeight.pack(numbers(96, 192, dtype=dtype, seed=1))
-    if name == "coded bfloat16":
-        weight = weight.coded()
+    if name == "compressed bfloat16":
+        weight = weight.compressed()
     for rows in ROWS:
         x = numbers(rows, inputs, dtype=dtype, seed=rows)
         yield weight.linear(x, numbers(96, dtype=dtype, seed=7))
@@ -118,7 +118,7 @@ def _cases() -> dict[str, Callable[[], Iterator[torch.Tensor]]]:
     for dtype in (torch.bfloat16, torch.float32):
         kind = str(dtype).removeprefix("torch.")
         cases[f"row-wise, {kind}"] = partial(rowwise, dtype)
-        own = ("bfloat16", "coded bfloat16") if dtype is torch.bfloat16 else ("float32",)
+        own = ("bfloat16", "compressed bfloat16") if dtype is torch.bfloat16 else ("float32",)
         for name in (*own, *BLOCKS):
             cases[f"products with {name}, {kind}"] = partial(products, name, dtype)
         for codec in (None, "fp8_e4m3", "fp8_e5m2", "int8", "int4"):

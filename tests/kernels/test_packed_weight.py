@@ -346,7 +346,7 @@ def test_a_plan_of_coding_that_no_weight_can_have_is_refused(base: int, num_esca
     _, _, nbytes = native.plan_coding(weight.packed, 8, 4)
     # The bytes that the plan asks for, in 64 bits that wrap around.
     out = torch.zeros((nbytes + num_escapes * 8) % 2**64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=f"cannot be coded from exponent {base} with {num_escapes} escapes"):
+    with pytest.raises(ValueError, match=f"cannot be compressed from exponent {base} with {num_escapes} escapes"):
         native.encode(weight.packed, 8, 4, base, num_escapes, out)
 
 
@@ -381,7 +381,7 @@ def test_many_rows_times_dequantised_tiles_agree_with_float64(
 def test_emulated_tiles_have_the_bits_of_the_processors(inputs: int) -> None:
     stored = [PackedWeight.pack_quantised(name, stored_blocks(name, 70, 256, 1)[0], 256) for name in QUANTISED]
     floats = PackedWeight.pack(randn(70, inputs, dtype=torch.bfloat16, seed=1))
-    for weight in (floats, floats.coded(), *stored):
+    for weight in (floats, floats.compressed(), *stored):
         for rows in (1, 15, 16, 17, 33, 70):
             x = randn(rows, weight.inputs, dtype=torch.bfloat16, seed=rows)
             x[rows // 2, 3] = 1e-39  # subnormal
@@ -390,7 +390,7 @@ def test_emulated_tiles_have_the_bits_of_the_processors(inputs: int) -> None:
                 kernels.force_isa(level)
                 out = torch.empty(rows, 70, dtype=torch.float32)
                 results.append(weight.linear(x, out=out, exact=rows < 64))
-            if weight.format in ("bfloat16", "coded bfloat16") or rows >= 64:
+            if weight.format in ("bfloat16", "compressed bfloat16") or rows >= 64:
                 assert torch.equal(*results), (weight.format, rows)
 
 

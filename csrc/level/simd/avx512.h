@@ -202,16 +202,16 @@ inline void load_e4m3(const uint8_t* p, F16& low, F16& high) {
 
 inline void store(U16 x, void* p) { _mm512_storeu_si512(p, x.v); }
 
-#define OCTAVO_DECODES_CODES
-// See coded.h: exponent bits of the high and of the low bytes by code, with which a unit's weights are decoded.
-struct CodeTables {
+#define OCTAVO_DECOMPRESSES
+// See compressed.h: exponent bits of the high and of the low bytes by code, with which a unit's weights are decoded.
+struct ExponentTables {
     __m512i high, low;
 };
-inline CodeTables load_tables(const uint8_t* tables) {
+inline ExponentTables load_tables(const uint8_t* tables) {
     const auto* both = reinterpret_cast<const __m128i*>(tables);
     return {_mm512_broadcast_i32x4(_mm_loadu_si128(both)), _mm512_broadcast_i32x4(_mm_loadu_si128(both + 1))};
 }
-template <int K> inline void decode_unit(const char* from, const CodeTables& tables, U16& low, U16& high) {
+template <int K> inline void decompress_unit(const char* from, const ExponentTables& tables, U16& low, U16& high) {
     constexpr int kAndOr = 0xea;  // (a & b) | c
     __m512i codes = _mm512_loadu_si512(from + 128);
     if constexpr (K == 1) codes = _mm512_srli_epi16(codes, 4);

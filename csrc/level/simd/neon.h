@@ -252,14 +252,14 @@ OCTAVO_INLINE void store(U16 x, void* p) {
     OCTAVO_QUARTERS vst1q_u8(static_cast<uint8_t*>(p) + i * 16, vreinterpretq_u8_u32(x.v[i]));
 }
 
-#define OCTAVO_DECODES_CODES
-// See coded.h: exponent bits of the high and of the low bytes by code, with which a unit's weights are decoded.
-struct CodeTables {
+#define OCTAVO_DECOMPRESSES
+// See compressed.h: exponent bits of the high and of the low bytes by code, with which a unit's weights are decoded.
+struct ExponentTables {
     uint8x16_t high, low;
 };
-OCTAVO_INLINE CodeTables load_tables(const uint8_t* tables) { return {vld1q_u8(tables), vld1q_u8(tables + 16)}; }
+OCTAVO_INLINE ExponentTables load_tables(const uint8_t* tables) { return {vld1q_u8(tables), vld1q_u8(tables + 16)}; }
 template <int K>
-OCTAVO_INLINE void decode_unit(const char* from, const CodeTables& tables, U16& low, U16& high) {
+OCTAVO_INLINE void decompress_unit(const char* from, const ExponentTables& tables, U16& low, U16& high) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(from);
     const uint8x16_t sign = vdupq_n_u8(0x80);
     OCTAVO_QUARTERS {

@@ -14,7 +14,7 @@ Activation = Literal["silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"]
 QuantisedFormat = Literal[
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"
 ]
-WeightFormat = Literal["bfloat16", "float32", "coded bfloat16", QuantisedFormat]
+WeightFormat = Literal["bfloat16", "float32", "compressed bfloat16", QuantisedFormat]
 QUANTISED_FORMATS: frozenset[WeightFormat] = frozenset(get_args(QuantisedFormat))
 FLOAT_FORMATS: dict[torch.dtype, WeightFormat] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _DECODING_ISAS = ("avx512_bf16", "avx512_vnni", "avx512")
@@ -40,8 +40,8 @@ def _zeros(nbytes: int, *, kept: bool = True) -> torch.Tensor:
     return pages[taken : taken + nbytes]
 
 
-def _is_coded_later(format: WeightFormat) -> bool:
-    """Whether `PackedWeight.compact` may turn a weight into a coded one."""
+def _may_be_compressed(format: WeightFormat) -> bool:
+    """Whether `PackedWeight.compact` may compress a weight."""
     return format == "bfloat16" and isa() in _DECODING_ISAS
 
 
@@ -55,7 +55,7 @@ class PackedWeight:
     result has the same bits whatever the other rows and the threads.
 
     Attributes:
-        packed: uint8; panels of 32 outputs, drawn in `gemm.h`, `coded.h` and `quant.h` of `csrc/level/`.
+        packed: uint8; panels of 32 outputs, drawn in `gemm.h`, `compressed.h` and `quant.h` of `csrc/level/`.
     """
 
     format: WeightFormat
@@ -70,7 +70,7 @@ class PackedWeight:
         Raises:
             ValueError: another format, or inputs of a quantised one that are not a multiple of its block, 32 or 256.
         """
-        packed = _zeros(native.packed_bytes(format, outputs, inputs), kept=not _is_coded_later(format))
+        packed = _zeros(native.packed_bytes(format, outputs, inputs), kept=not _may_be_compressed(format))
         return cls(format, outputs, inputs, packed)
 
     @classmethod
@@ -99,36 +99,36 @@ class PackedWeight:
         """
         native.pack_rows(self.format, self.packed, self.outputs, self.inputs, rows, first_output, step)
 
-    def coded(self) -> PackedWeight:
-        """The same matrix in twelve bits a weight (`csrc/level/coded.h`): exact, and its products have the same bits.
+    def compressed(self) -> PackedWeight:
+        """The same matrix in twelve bits a weight (`csrc/level/compressed.h`): exact; its products have the same bits.
 
         Raises:
             ValueError: the format is not bfloat16.
         """
         if self.format != "bfloat16":
-            raise ValueError(f"only a bfloat16 weight is coded, this one is {self.format}")
-        return self._encode(*native.plan_coding(self.packed, self.outputs, self.inputs))
+            raise ValueError(f"only a bfloat16 weight is compressed, this one is {self.format}")
+        return self._compress(*native.plan_compression(self.packed, self.outputs, self.inputs))
 
     def compact(self) -> PackedWeight:
-        """The `coded` matrix where it is faster: few rows read a quarter less, many lose some 2 % to decoding.
+        """The `compressed` matrix where it is faster: few rows read a quarter less, many lose some 2 % to decoding.
         Otherwise the matrix as it is, in huge pages.
 
         Not for exponents that are spread too wide, nor where the instruction set decodes slower than memory delivers.
         """
-        if not _is_coded_later(self.format):
+        if not _may_be_compressed(self.format):
             return self  # in huge pages already
-        base, num_escapes, nbytes = native.plan_coding(self.packed, self.outputs, self.inputs)
+        base, num_escapes, nbytes = native.plan_compression(self.packed, self.outputs, self.inputs)
         pays = num_escapes <= _MOST_ESCAPES * self.outputs * self.inputs
         if pays:
-            return self._encode(base, num_escapes, nbytes)
+            return self._compress(base, num_escapes, nbytes)
         packed = _zeros(self.nbytes)
         native.copy_packed(self.packed, packed)
         return PackedWeight(self.format, self.outputs, self.inputs, packed)
 
-    def _encode(self, base: int, num_escapes: int, nbytes: int) -> PackedWeight:
+    def _compress(self, base: int, num_escapes: int, nbytes: int) -> PackedWeight:
         packed = _zeros(nbytes)
-        native.encode(self.packed, self.outputs, self.inputs, base, num_escapes, packed)
-        return PackedWeight("coded bfloat16", self.outputs, self.inputs, packed)
+        native.compress(self.packed, self.outputs, self.inputs, base, num_escapes, packed)
+        return PackedWeight("compressed bfloat16", self.outputs, self.inputs, packed)
 
     @property
     def nbytes(self) -> int:

@@ -48,9 +48,9 @@ def trained(outputs: int, inputs: int, seed: int) -> torch.Tensor:
 @given(outputs=st.integers(1, 100), inputs=st.integers(1, 70), seed=st.integers(0, 99))
 def test_every_bit_comes_back(make: Callable[..., Any], outputs: int, inputs: int, seed: int) -> None:
     weight = make(outputs, inputs, seed)
-    coded = PackedWeight.pack(weight).coded()
+    compressed = PackedWeight.pack(weight).compressed()
     ids = torch.arange(outputs).flip(0)
-    assert torch.equal(bits(coded.rows(ids, torch.bfloat16)), bits(weight.flip(0)))
+    assert torch.equal(bits(compressed.rows(ids, torch.bfloat16)), bits(weight.flip(0)))
 
 
 @every_level
@@ -72,7 +72,7 @@ def test_products_have_the_bits_of_the_plain_weight(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator).bfloat16()
     bias = torch.randn(outputs, generator=generator).bfloat16() if with_bias else None
-    assert torch.equal(bits(plain.coded().linear(x, bias)), bits(plain.linear(x, bias)))
+    assert torch.equal(bits(plain.compressed().linear(x, bias)), bits(plain.linear(x, bias)))
 
 
 @every_level
@@ -84,17 +84,17 @@ def test_a_gated_product_has_them_too(level: str, rows: int) -> None:
     plain.put(trained(48, 64, 2), 16, 2)
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(
-        bits(plain.coded().linear(x, activation="silu")),
+        bits(plain.compressed().linear(x, activation="silu")),
         bits(plain.linear(x, activation="silu")),
     )
 
 
-def test_a_weight_is_coded_where_that_pays() -> None:
+def test_a_weight_is_compressed_where_that_pays() -> None:
     kernels.force_isa(kernels.supported_isas()[-1])
     normal = PackedWeight.pack(torch.randn(256, 512, generator=torch.Generator().manual_seed(0)).bfloat16())
     compact = normal.compact()
     if kernels.isa().startswith("avx512"):
-        assert compact.format == "coded bfloat16"
+        assert compact.format == "compressed bfloat16"
         assert 0.75 * normal.nbytes < compact.nbytes < 0.76 * normal.nbytes
     else:
         assert compact is normal
@@ -103,9 +103,9 @@ def test_a_weight_is_coded_where_that_pays() -> None:
     assert normal.compact() is normal
 
 
-def test_a_weight_that_is_not_coded_moves_to_huge_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_that_is_not_compressed_moves_to_huge_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
     if "avx512_bf16" not in kernels.supported_isas():
-        pytest.skip("this processor has no level whose weights are coded")
+        pytest.skip("this processor has no level whose weights are compressed")
     kernels.force_isa("avx512_bf16")
     wide = PackedWeight.pack(random_bits(256, 512, 0))
     mapped: list[int] = []
@@ -122,18 +122,18 @@ def test_a_weight_that_is_not_coded_moves_to_huge_pages_too(monkeypatch: pytest.
     assert len(mapped) == 1
 
 
-def test_what_is_not_bf16_or_not_coded_is_refused() -> None:
-    with pytest.raises(ValueError, match="only a bfloat16 weight is coded, this one is float32"):
-        PackedWeight.pack(torch.ones(4, 4)).coded()
-    coded = PackedWeight.pack(torch.ones(40, 8).bfloat16()).coded()
-    with pytest.raises(ValueError, match=f"coded weight of 40 x 8 does not have {coded.nbytes - 8} bytes"):
-        PackedWeight(coded.format, 40, 8, coded.packed[:-8]).rows(torch.tensor([0]), torch.bfloat16)
+def test_what_is_not_bf16_or_not_compressed_is_refused() -> None:
+    with pytest.raises(ValueError, match="only a bfloat16 weight is compressed, this one is float32"):
+        PackedWeight.pack(torch.ones(4, 4)).compressed()
+    compressed = PackedWeight.pack(torch.ones(40, 8).bfloat16()).compressed()
+    with pytest.raises(ValueError, match=f"compressed weight of 40 x 8 does not have {compressed.nbytes - 8} bytes"):
+        PackedWeight(compressed.format, 40, 8, compressed.packed[:-8]).rows(torch.tensor([0]), torch.bfloat16)
     plain = PackedWeight.pack(trained(40, 8, 0))
-    base, num_escapes, nbytes = native.plan_coding(plain.packed, 40, 8)
+    base, num_escapes, nbytes = native.plan_compression(plain.packed, 40, 8)
     assert num_escapes > 0
     with pytest.raises(ValueError, match=f"the weight has [0-9]+ escapes, not {num_escapes}"):
-        plain._encode(base - 9, num_escapes, nbytes)
+        plain._compress(base - 9, num_escapes, nbytes)
     with pytest.raises(ValueError, match="rows are put into a bfloat16 weight"):
-        coded.put(torch.ones(4, 8).bfloat16())
-    with pytest.raises(ValueError, match="how large a coded weight is depends on what it holds"):
-        PackedWeight.empty("coded bfloat16", 4, 4)
+        compressed.put(torch.ones(4, 8).bfloat16())
+    with pytest.raises(ValueError, match="how large a compressed weight is depends on what it holds"):
+        PackedWeight.empty("compressed bfloat16", 4, 4)

@@ -7,7 +7,7 @@
 //
 //     two units   | unit 0: 64 x sign and mantissa | unit 1: the same | 64 x two codes: unit 0 low, unit 1 high |
 //
-// Bytes are in the order that unpacking to 16 bits within 128-bit lanes needs, see coded_position. Code 0 is exponent
+// Bytes are in the order that unpacking to 16 bits within 128-bit lanes needs, see compressed_position. Code 0 is exponent
 // 0, code c the exponent base + c. Every group of rows decodes a panel again, in registers: the multiplier leaves time
 // for it, and writing a decoded panel for the other groups to read would take longer.
 #pragma once
@@ -16,15 +16,15 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-#ifndef OCTAVO_DECODES_CODES
-struct CodeTables {
+#ifndef OCTAVO_DECOMPRESSES
+struct ExponentTables {
     const uint8_t* bytes;
 };
-inline CodeTables load_tables(const uint8_t* tables) { return {tables}; }
-template <int K> inline void decode_unit(const char* from, const CodeTables& tables, U16& low, U16& high) {
+inline ExponentTables load_tables(const uint8_t* tables) { return {tables}; }
+template <int K> inline void decompress_unit(const char* from, const ExponentTables& tables, U16& low, U16& high) {
     alignas(64) uint16_t elements[64];
     for (int element = 0; element < 64; ++element) {
-        const int at = coded_position(element);
+        const int at = compressed_position(element);
         const auto rest = static_cast<uint8_t>(from[K * 64 + at]), codes = static_cast<uint8_t>(from[128 + at]);
         const int code = K == 0 ? codes & 15 : codes >> 4;
         elements[element] =
@@ -46,39 +46,39 @@ template <int K> inline void decode_unit(const char* from, const CodeTables& tab
 }
 
 template <int R, int K>
-[[gnu::always_inline]] inline void coded_unit(const char* panel, const CodeTables& tables, int unit,
+[[gnu::always_inline]] inline void compressed_unit(const char* panel, const ExponentTables& tables, int unit,
                                               const Escape*& escape, const uint32_t* x, F16 (&acc)[R][2]) {
     U16 low, high;
-    decode_unit<K>(panel, tables, low, high);
+    decompress_unit<K>(panel, tables, low, high);
     if (escape->unit == static_cast<uint32_t>(unit)) [[unlikely]]
         put_escapes(escape, unit, low, high);
     add_unit<kBf16>(acc, low, high, x);
 }
 
 template <int R>
-void coded_panel(const ProductTask& task, const char* panel, int64_t index, int64_t row, PanelPrefetch prefetch) {
-    const Escape* escape = task.coded.escapes + task.coded.first_escape[index];
+void compressed_panel(const ProductTask& task, const char* panel, int64_t index, int64_t row, PanelPrefetch prefetch) {
+    const Escape* escape = task.compressed.escapes + task.compressed.first_escape[index];
     const uint32_t* x = task.x + (row - task.first_row) * task.units;
-    const CodeTables tables = load_tables(task.coded.tables);
+    const ExponentTables tables = load_tables(task.compressed.tables);
     prefetch_outputs<R>(task.out, row, index);
     F16 acc[R][2];
     OCTAVO_UNROLL for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = F16::zero();
     int unit = 0;
-    for (; unit + 1 < task.units; unit += 2, panel += kCodedPairBytes, x += 2 * R) {
-        prefetch.step<R, kCodedPairBytes / 64>(panel);
-        coded_unit<R, 0>(panel, tables, unit, escape, x, acc);
-        coded_unit<R, 1>(panel, tables, unit + 1, escape, x + R, acc);
+    for (; unit + 1 < task.units; unit += 2, panel += kCompressedPairBytes, x += 2 * R) {
+        prefetch.step<R, kCompressedPairBytes / 64>(panel);
+        compressed_unit<R, 0>(panel, tables, unit, escape, x, acc);
+        compressed_unit<R, 1>(panel, tables, unit + 1, escape, x + R, acc);
     }
-    if (unit < task.units) coded_unit<R, 0>(panel, tables, unit, escape, x, acc);
+    if (unit < task.units) compressed_unit<R, 0>(panel, tables, unit, escape, x, acc);
     store_sums(task.out, row, index, acc);
 }
 
-// As `gemm`, with coded panels.
-inline void gemm_coded(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
+// As `gemm`, with compressed panels.
+inline void gemm_compressed(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                        int64_t panel_end) {
     const int64_t pairs = (int64_t{task.units} + 1) / 2;
-    each_panel<kGemmRows>(task, group_begin, group_end, panel_begin, panel_end, pairs * kCodedPairBytes, pairs,
-                          [&](auto count, auto... of) { coded_panel<count>(task, of...); });
+    each_panel<kGemmRows>(task, group_begin, group_end, panel_begin, panel_end, pairs * kCompressedPairBytes, pairs,
+                          [&](auto count, auto... of) { compressed_panel<count>(task, of...); });
 }
 
 }  // namespace octavo::OCTAVO_LEVEL
