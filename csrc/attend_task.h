@@ -9,7 +9,7 @@ namespace octavo {
 
 // Attention is split at multiples of these absolute positions, so that the order in which a token's scores are reduced
 // never depends on the batch, the chunk or the threads.
-constexpr int kTile = 64;         // tokens between two updates of the running maximum
+constexpr int kSpan = 64;         // tokens between two updates of the running maximum
 constexpr int kSplit = 512;       // tokens per state; states are merged in a binary tree, see StateTree
 constexpr int kTreeStates = 24;   // most states waiting to be merged, for 2^31 tokens
 constexpr int kMaxTaskRows = 48;  // query rows (tokens x heads) that share one pass over the KV
@@ -89,13 +89,13 @@ struct AttendTask {
 // Working memory of one thread. Pages that only longer contexts would need are never touched.
 struct alignas(64) AttendScratch {
     uint32_t query[kMaxPromptRows * kMaxHeadDim];  // [row / R][unit][R]; for tiles, [row][unit]
-    float scores[16 * kTile];
-    uint32_t weights[16 * kTile];
-    uint32_t values[kTile / 2 * (kMaxHeadDim + 16)];  // of one tile, see tile_attention.h
+    float scores[16 * kSpan];
+    uint32_t weights[16 * kSpan];
+    uint32_t values[kSpan / 2 * (kMaxHeadDim + 16)];  // of one span, see tile_attention.h
     float states[kTreeStates * kMaxPromptRows * (kMaxHeadDim + kRowState)];
     float query_scale[kMaxTaskRows];  // of the integer queries of coded_scores.h, and their sums
     int32_t query_zero[kMaxTaskRows * 2];
-    // For tile_coded_attention.h, a decoded split and its tokens' scales; for decoded_attention.h, a decoded tile and
+    // For tile_coded_attention.h, a decoded split and its tokens' scales; for decoded_attention.h, a decoded span and
     // its.
     alignas(64) uint32_t keys[kSplit / 2 * kMaxHeadDim], decoded[kSplit / 2 * kMaxHeadDim];
     float factors[kSplit * 2];

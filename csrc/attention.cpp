@@ -132,7 +132,7 @@ Shape choose_shape(const AttentionCall& call, int query_len, int context_len, bo
     // A prompt reads a KV head once for as many rows as fit. A decode takes all the heads of a block together, which
     // are adjacent in memory, unless that would leave threads without work, or a head's part of a block is so long
     // that the hardware prefetches more of it than we do.
-    const bool long_runs = call.kv.block_size > kTile && context_len >= 2 * kSplit;
+    const bool long_runs = call.kv.block_size > kSpan && context_len >= 2 * kSplit;
     if (parts == 1 && much_context && !long_runs && int64_t{query_len} * call.num_heads <= kMaxTaskRows)
         return {query_len, call.kv.kv_heads, members};
     return {std::max(1, static_cast<int>(item_rows(call, prompt)) / members), 1, members};
@@ -196,7 +196,7 @@ int context_of(const AttentionCall& call, const Plan& plan, int seq) {
 }
 
 int64_t mass_stride(const AttentionCall& call, int seq) {
-    return (int64_t{call.context_lens[seq]} + kTile - 1) / kTile * (kTile / 16) + 1;
+    return (int64_t{call.context_lens[seq]} + kSpan - 1) / kSpan * (kSpan / 16) + 1;
 }
 
 AttendTask task_of(const AttentionCall& call, const Plan& plan, const Item& item) {

@@ -20,7 +20,7 @@ struct RecentCopies {
 struct SinkReads {
     const int32_t* budgets;  // of each sequence, in tokens; 0: it keeps all
     const char* query;       // [tokens][heads][key_dim], used for tokens that see sinks apart
-    int64_t token_stride;    // bytes; heads are laid out as in AttentionCall::query
+    int64_t token_stride;    // bytes; heads have the stride of AttentionCall::query
     int sink_tokens;
 };
 

@@ -12,7 +12,7 @@
 namespace octavo {
 
 // Allocations begin at a cache line: storing a vector of sixteen floats across two lines costs two stores. Long ones
-// use huge pages: a product writes a column of every row, and each row may be in a small page of its own.
+// use huge pages: a product writes a column of every row, and the rows may each be in a small page of their own.
 template <class T> struct StreamAllocator {
     using value_type = T;
     StreamAllocator() = default;

@@ -1,4 +1,4 @@
-// On which cores threads run. When other processes are busy, Linux leaves two threads of ours on one core for seconds,
+// On which cores threads run. When other processes are busy, Linux leaves two of our threads on one core for seconds,
 // and a preempted thread waiting for its core for milliseconds while another core is idle: it does not know which
 // thread waits for which. On other systems these functions do nothing.
 #pragma once
@@ -29,8 +29,8 @@ inline std::chrono::nanoseconds run_time(std::thread& thread) {
 }
 
 // Allows a thread, while this object lives, only those of its cores for which `wanted(core)`, so that it goes there at
-// once. Then it may use all of them again, and stays until the system finds it a better one. A mask that somebody else
-// sets meanwhile (`taskset`, a cpuset, planner/machine.py) is left alone, and one thread is moved at a time: a second
+// once. Then it may use all of them again, and stays until the system finds it a better one. A mask set by others
+// meanwhile (`taskset`, a cpuset, planner/machine.py) is left alone, and one thread is moved at a time: a second
 // would take the first one's mask for all cores. Linux cannot exchange masks atomically: one that is set between two
 // system calls in turn, which read and write the mask, is still lost.
 class NarrowedMask {

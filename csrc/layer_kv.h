@@ -1,4 +1,4 @@
-// The memory layout of a layer's keys and values.
+// The memory of the keys and values of a layer.
 #pragma once
 
 #include <cstdint>

@@ -20,7 +20,7 @@ int64_t packed_bytes(WeightFormat, int64_t outputs, int64_t inputs);
 int64_t stored_row_bytes(WeightFormat, int64_t inputs);  // of one output in checkpoints and GGUF files
 int64_t block_inputs(WeightFormat);                      // what a weight's inputs must be a multiple of
 
-// How a compressed weight lies in memory: | header | panels | first escape of each panel | escapes |
+// The layout of a compressed weight: | header | panels | first escape of each panel | escapes |
 struct CompressedWeight {
     int64_t panels, pairs;  // pairs of units per panel
     int64_t panel_bytes() const { return pairs * kCompressedPairBytes; }

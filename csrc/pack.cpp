@@ -164,7 +164,7 @@ template <int Bits> void put_plane(const uint32_t* quads, int from, char* to) {
     for (int word = 0; word < Bits; ++word) std::memcpy(to + word * kPanelOutputs * 4, &words[word], 4);
 }
 
-// The position of a section of a panel.
+// The place of a section in a panel.
 template <class Byte> struct SectionPlace {
     Byte *header, *factors, *planes;
     SectionPlace(const QuantLayout& layout, Byte* panel, int64_t index) {

@@ -43,7 +43,7 @@ constexpr int8_t kCodebooks[][16] = {
 // of the codebook plus the zero. See quant.h for the panels.
 struct QuantLayout {
     int inputs, stored_bytes;  // of a block in a file
-    int low, high;             // a quant's bits, or its code's, are in two planes
+    int low, high;             // a quant's bits, or its code's, in each of two planes
     int halves;                // numbers in fp16 for each output of a block: a scale, and a minimum if there are two
     Factors factors;
     int zero;
@@ -66,7 +66,7 @@ struct QuantLayout {
     constexpr int header_bytes() const {
         return (halves * 2 + (factors_in_header() ? sections() : 0)) * kPanelOutputs;
     }
-    // The positions of a section's factors and planes.
+    // The place of a section's factors and planes.
     template <class Byte> constexpr Byte* factors_of(Byte* header, int section, Byte* section_bytes) const {
         return factors_in_header() ? header + (halves * 2 + section) * kPanelOutputs : section_bytes;
     }
@@ -148,7 +148,7 @@ struct QuantRows {
         const int64_t sections = row * sections_with_remainders(units);
         return {quants + sections * 8, scales + sections, sums + sections * parts, remainders + sections};
     }
-    // Those at `from`, with room for so many rows.
+    // Those at `from`, which has room for `rows` rows.
     static QuantRows in(uint32_t* from, int64_t rows, int64_t units, int64_t parts) {
         const int64_t sections = rows * sections_with_remainders(units);
         uint32_t* sums = from + sections * 9;

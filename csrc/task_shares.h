@@ -100,10 +100,10 @@ class TaskShares {
   private:
     static constexpr uint64_t kRounds = uint64_t{1} << 36;  // before their numbers come again
     // A thread takes so large a part of what is left of a share at a time, or one task: few operations for many tasks,
-    // and little that no thread can take over from a thread that is preempted.
+    // and little that no other can take over from a thread that is preempted.
     static constexpr uint64_t kPart = 8;
 
-    // Of a thread. The leader, which watches what is done, does not disturb who takes tasks.
+    // Of a thread. The leader, which watches what is done, does not disturb the threads that take tasks.
     struct Line {
         alignas(64) std::atomic<uint64_t> left{0};  // the round, and a number of tasks
         std::atomic<bool> in_task{false};

@@ -184,7 +184,7 @@ class Pool {
         }
     }
 
-    // Two threads of ours on one core are as slow as one, while another process has a core for itself.
+    // Two of our threads on one core are as slow as one, while another process has a core for itself.
     void leave_the_leader_alone() {
         const int core = current_core();
         if (core >= 0 && core == leader_core_.load(std::memory_order_relaxed)) leave_core(core);

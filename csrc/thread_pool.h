@@ -2,7 +2,7 @@
 //
 // The calling thread leads, one leader at a time, and opens rounds of tasks. Every thread has a share of them, and
 // takes over what others have not begun (task_shares.h). The leader waits for the tasks that others have taken, never
-// for the others themselves: a worker that the system has preempted delays no other thread unless it is within a task.
+// for the others themselves: a worker that the system has preempted delays none unless it is in the middle of a task.
 // Then it continues on the core of the leader, which has nothing else to do. A worker that finds itself on the leader's
 // core goes to another one. A worker without work spins for some tens of microseconds, longer than the time between two
 // products, then sleeps and costs nothing. Workers beyond the number of threads that is set sleep until it grows: no

@@ -1,6 +1,6 @@
-// The driver of attention: it packs a task's queries, walks the tiles of its splits, and merges the splits' states.
+// The driver of attention: it packs a task's queries, walks the spans of its splits, and merges the splits' states.
 //
-// What is done with a tile is a pass's business. Plain blocks are walked like coded ones; nothing of theirs is decoded:
+// A pass says what is done with a span:
 //
 //     pass                  blocks    are multiplied
 //     RowPasses             plain     in vectors                                 plain_attention.h
@@ -18,71 +18,71 @@
 namespace octavo::OCTAVO_LEVEL {
 
 // 64 tokens of one KV head, in four pieces of 16 that may be in different blocks.
-struct Tile {
+struct Span {
     const char* key[kVectors];    // of the 16 tokens' first unit
     const char* value[kVectors];  // of the first of 16 tokens
     const char *key_field[kVectors][2], *value_field[kVectors][2];  // of coded layers, see CodedSide
-    int begin;  // absolute position of the tile's first token
+    int begin;  // absolute position of the span's first token
 };
-struct TilePair {
-    const Tile &now, &next;
+struct SpanPair {
+    const Span &now, &next;
 };
 
-inline Tile locate(const AttendTask& task, int head, int begin, int end_position) {
+inline Span locate(const AttendTask& task, int head, int begin, int end_position) {
     const LayerKV& kv = *task.kv;
     const int64_t key_bytes = kv.coded() ? kv.key_side.code_bytes : 4;
     const int64_t value_bytes = kv.coded()  ? kv.value_side.code_bytes
                                 : kv.latent ? 4
                                             : kv.value_dim * int64_t{kv.storage == kBf16 ? 2 : 4};
-    Tile tile;
-    tile.begin = begin;
+    Span span;
+    span.begin = begin;
     head += task.kv_head;
     for (int v = 0; v < kVectors; ++v) {
         const int position = begin + v * 16 < end_position ? begin + v * 16 : begin;  // never past the table
         const int64_t block = task.block_table[position / kv.block_size], offset = position % kv.block_size;
-        tile.key[v] = kv.key + block * kv.key_block_stride + head * kv.key_head_stride + offset * key_bytes;
-        tile.value[v] = kv.value + block * kv.value_block_stride + head * kv.value_head_stride + offset * value_bytes;
+        span.key[v] = kv.key + block * kv.key_block_stride + head * kv.key_head_stride + offset * key_bytes;
+        span.value[v] = kv.value + block * kv.value_block_stride + head * kv.value_head_stride + offset * value_bytes;
         for (int f = 0; f < 2; ++f) {
-            tile.key_field[v][f] = kv.key_side.at(f, block, head, offset);
-            tile.value_field[v][f] = kv.value_side.at(f, block, head, offset);
+            span.key_field[v][f] = kv.key_side.at(f, block, head, offset);
+            span.value_field[v][f] = kv.value_side.at(f, block, head, offset);
         }
     }
-    return tile;
+    return span;
 }
 // The next head of the same tokens.
-inline void next_head(const LayerKV& kv, const Tile& tile, Tile& next) {
-    next.begin = tile.begin;
+inline void next_head(const LayerKV& kv, const Span& span, Span& next) {
+    next.begin = span.begin;
     for (int v = 0; v < kVectors; ++v) {
-        next.key[v] = tile.key[v] + kv.key_head_stride;
-        next.value[v] = tile.value[v] + kv.value_head_stride;
+        next.key[v] = span.key[v] + kv.key_head_stride;
+        next.value[v] = span.value[v] + kv.value_head_stride;
         for (int f = 0; f < 2; ++f) {  // a null pointer's stride is 0
-            next.key_field[v][f] = tile.key_field[v][f] + kv.key_side.field_head_stride[f];
-            next.value_field[v][f] = tile.value_field[v][f] + kv.value_side.field_head_stride[f];
+            next.key_field[v][f] = span.key_field[v][f] + kv.key_side.field_head_stride[f];
+            next.value_field[v][f] = span.value_field[v][f] + kv.value_side.field_head_stride[f];
         }
     }
 }
 
-// The tokens of one split that a task reads, from a multiple of kTile on, and the end of the task's context.
+// The tokens of one split that a task reads, from a multiple of kSpan on, and the end of the task's context.
 struct Split {
     int begin, end, end_position;
 };
 
-// Calls body(head, tiles) for each tile of a split and each KV head: all the heads of a few blocks one after the other,
-// as they are adjacent in memory. The last tile is its own next one.
+// Calls body(head, spans) for each span of a split and each KV head: all the heads of a few blocks one after the other,
+// as they are adjacent in memory. The last span is its own next one.
 template <class Body>
-[[gnu::always_inline]] inline void each_tile(const AttendTask& task, const Split& split, const Body& body) {
-    Tile ring[2];
+[[gnu::always_inline]] inline void each_span(const AttendTask& task, const Split& split, const Body& body) {
+    Span ring[2];
     int at = 0;
     ring[0] = locate(task, 0, split.begin, split.end_position);
-    for (int begin = split.begin; begin < split.end; begin += kTile)
+    for (int begin = split.begin; begin < split.end; begin += kSpan)
         for (int head = 0; head < task.kv_heads; ++head) {
-            const Tile& now = ring[at];
-            Tile& next = ring[at ^= 1];
+            const Span& now = ring[at];
+            Span& next = ring[at ^= 1];
             if (head + 1 < task.kv_heads)
                 next_head(*task.kv, now, next);
             else
-                next = begin + kTile < split.end_position ? locate(task, 0, begin + kTile, split.end_position) : now;
-            body(head, TilePair{now, next});
+                next = begin + kSpan < split.end_position ? locate(task, 0, begin + kSpan, split.end_position) : now;
+            body(head, SpanPair{now, next});
         }
 }
 
@@ -145,7 +145,7 @@ inline void add_sinks(const AttendTask& task, const LayerKV* kv, const int32_t* 
     add_part(part, kReadsSinks, total, scratch);
 }
 
-// Adds the copies, whose layout differs from that of the layer's own codes.
+// Adds the copies, which are in another code than the layer's own codes.
 inline void add_copies(const AttendTask& task, const Rows& total, AttendScratch& scratch) {
     AttendTask part = task;
     part.kv = task.copies;
@@ -182,7 +182,7 @@ template <class Pass> void attend_by(const AttendTask& task, AttendScratch& scra
     const int end_position = task.end_read(task.first_position + task.num_tokens - 1);
     for (int split = task.split_begin; split < task.split_end; ++split) {
         const Rows rows = tree.next();
-        const int begin = max(split * kSplit, first_seen) / kTile * kTile;
+        const int begin = max(split * kSplit, first_seen) / kSpan * kSpan;
         const int end = end_position - split * kSplit < kSplit ? end_position : (split + 1) * kSplit;
         rows.clear(num_rows);
         pass.add(task, {begin, end, end_position}, rows, scratch);

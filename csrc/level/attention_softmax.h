@@ -1,4 +1,4 @@
-// The softmax of attention over one tile of tokens: which tokens rows see, the running maximum, and the weights.
+// The softmax of attention over one span of tokens: which tokens rows see, the running maximum, and the weights.
 #pragma once
 
 #include "level/attention_state.h"
@@ -11,7 +11,7 @@ constexpr float kGrowth = 8.0f;    // how far scores may exceed a row's maximum,
 // A maximum is a rounded product; the scores' products are not rounded before it is subtracted. Above this maximum they
 // are: rounding would leave them more than a float holds as a power of two (2^26: the last place counts kGrowth).
 constexpr float kExactMax = 0x1p26f;
-constexpr int kVectors = kTile / 16;
+constexpr int kVectors = kSpan / 16;
 
 // Weights are multiplied in the storage type, which determines how exact they need to be.
 template <Storage S> inline F16 exp2_weight(F16 x) {
@@ -22,29 +22,29 @@ template <Storage S> inline F16 exp2_weight(F16 x) {
 }
 
 struct TokenRange {
-    int low, high;  // within a tile
+    int low, high;  // within a span
 };
 inline TokenRange tokens_seen(const AttendTask& task, int begin, int row) {
     const int position = task.first_position + row / task.group_size;
-    return {max(task.first_read(position) - begin, 0), min(task.end_read(position) - begin, kTile)};
+    return {max(task.first_read(position) - begin, 0), min(task.end_read(position) - begin, kSpan)};
 }
 
-// The tokens [low, high) of a tile that some of its rows see, and the vectors that hold them.
+// The tokens [low, high) of a span that some of its rows see, and the vectors that hold them.
 struct Visible {
     int low, high, first_vector, end_vector;
-    bool all;    // every row sees every token, as in most tiles of a long context
+    bool all;    // every row sees every token, as in most spans of a long context
     bool whole;  // and scores are not capped
-    bool nothing() const { return high <= 0 || low >= kTile || low >= high; }
+    bool nothing() const { return high <= 0 || low >= kSpan || low >= high; }
 };
 inline Visible visible_tokens(const AttendTask& task, int begin, int first_row, int count) {
     const int first = task.first_position + first_row / task.group_size;
     const int last = task.first_position + (first_row + count - 1) / task.group_size;
     Visible visible;
-    visible.high = min(task.end_read(last) - begin, kTile);
+    visible.high = min(task.end_read(last) - begin, kSpan);
     visible.low = max(task.first_read(first) - begin, 0);
     visible.first_vector = visible.low / 16;
     visible.end_vector = (visible.high + 15) / 16;
-    visible.all = task.end_read(first) - begin >= kTile && task.first_read(last) <= begin;
+    visible.all = task.end_read(first) - begin >= kSpan && task.first_read(last) <= begin;
     visible.whole = visible.all && task.softcap == 0.0f;
     return visible;
 }
@@ -58,14 +58,14 @@ inline void note_mass(const AttendTask& task, int begin, int row, TokenRange see
         if (seen.low < v * 16 + 16 && seen.high > v * 16) mass[v] = {reduce_add(weights(v)), row_max};
 }
 
-// The softmax of rows [first_row, first_row + count) over a tile: takes score(r, vector) and passes the weights, two
+// The softmax of rows [first_row, first_row + count) over a span: takes score(r, vector) and passes the weights, two
 // vectors at a time, to weigh(r, vector, low, high, rescale), where `rescale` is the factor by which the row's state
 // must then be multiplied. Updates the rows' maxima, keeps the factors in `rescales`, and returns whether any of them
 // is not 1. Calls `meanwhile(r)` in between.
 //
-// A row's maximum is the largest score of one of its tiles so far, and others may exceed it by kGrowth: for weights and
+// A row's maximum is the largest score of one of its spans so far, and others may exceed it by kGrowth: for weights and
 // sums, which are floating-point numbers, a common factor makes no difference. Following every growth would rescale
-// the states about three times in eight tiles, after branches that cannot be predicted.
+// the states about three times in eight spans, after branches that cannot be predicted.
 template <Storage S, class Score, class Meanwhile, class Weigh>
 [[gnu::always_inline]] inline bool soften_rows(const AttendTask& task, int begin, const Visible& visible, int first_row,
                                                int count, const Rows& rows, float* rescales, const Score& score,
@@ -77,7 +77,7 @@ template <Storage S, class Score, class Meanwhile, class Weigh>
     bool any = false;
     for (int r = 0; r < count; ++r) {
         F16 s[kVectors], top = F16::set1(kNoScore);
-        TokenRange seen{0, kTile};
+        TokenRange seen{0, kSpan};
         if (visible.whole) {
             OCTAVO_UNROLL for (int v = 0; v < kVectors; ++v) {
                 s[v] = score(r, v);

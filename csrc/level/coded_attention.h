@@ -12,9 +12,9 @@ namespace octavo::OCTAVO_LEVEL {
 [[gnu::noinline]] inline void weigh_coded_rows(const AttendTask& task, int begin, const Visible& visible, int first,
                                                int count, const Rows& rows, AttendScratch& scratch, float* rescale) {
     F16 sum;
-    const auto score = [&](int r, int v) { return F16::load(scratch.scores + r * kTile + v * 16); };
+    const auto score = [&](int r, int v) { return F16::load(scratch.scores + r * kSpan + v * 16); };
     const auto weigh = [&](int r, int v, F16 low, F16 high, float factor) {
-        store_both(low, high, reinterpret_cast<float*>(scratch.weights) + r * kTile + v * 16);
+        store_both(low, high, reinterpret_cast<float*>(scratch.weights) + r * kSpan + v * 16);
         sum = v == 0 ? low + high : sum + low + high;
         if (v + 2 < kVectors) return;
         float* row_sum = rows.sum(first + r);
@@ -23,34 +23,34 @@ namespace octavo::OCTAVO_LEVEL {
     soften_rows<kF32>(task, begin, visible, first, count, rows, rescale, score, [](int) {}, weigh);
 }
 
-// One tile for rows [first, first + count) of a head.
-inline void coded_rows(const AttendTask& task, const TilePair& tiles, int head, int first, int count,
+// One span for rows [first, first + count) of a head.
+inline void coded_rows(const AttendTask& task, const SpanPair& spans, int head, int first, int count,
                        const uint32_t* query, const Rows& rows, AttendScratch& scratch) {
     const LayerKV& kv = *task.kv;
-    const Visible visible = visible_tokens(task, tiles.now.begin, first, count);
+    const Visible visible = visible_tokens(task, spans.now.begin, first, count);
     if (visible.nothing()) return;
-    for (int v = visible.first_vector; v < visible.end_vector; ++v) ask_fields(tiles.next, v);
+    for (int v = visible.first_vector; v < visible.end_vector; ++v) ask_fields(spans.next, v);
     const int row = head * task.rows_per_head() + first;
     with_code(kv.key_side.code, [&](auto code) {
         with_constant<kMaxRows>(count, [&](auto constant) {
-            all_scores<code, constant>(kv, tiles, visible, query, scratch.query_zero + 2 * row, scratch.scores);
+            all_scores<code, constant>(kv, spans, visible, query, scratch.query_zero + 2 * row, scratch.scores);
         });
-        finish_scores<code>(task, tiles.now, visible, head, row, count, scratch);
+        finish_scores<code>(task, spans.now, visible, head, row, count, scratch);
     });
     float rescale[kMaxRows];
-    weigh_coded_rows(task, tiles.now.begin, visible, first, count, rows, scratch, rescale);
+    weigh_coded_rows(task, spans.now.begin, visible, first, count, rows, scratch, rescale);
     Digits digits;
     with_code(kv.value_side.code, [&](auto code) {
-        scale_weights<code>(task, tiles.now, visible, head, first, count, rows, scratch, digits);
+        scale_weights<code>(task, spans.now, visible, head, first, count, rows, scratch, digits);
         with_constant<kMaxRows>(count, [&](auto constant) {
             if constexpr (is_fp8(code))
-                all_float_values<code, constant>(kv, tiles, visible, reinterpret_cast<const float*>(scratch.weights),
+                all_float_values<code, constant>(kv, spans, visible, reinterpret_cast<const float*>(scratch.weights),
                                                  rescale, rows, first);
             else
-                all_integer_values<code, false, constant>(kv, tiles, visible, scratch.weights, digits, rescale, rows,
+                all_integer_values<code, false, constant>(kv, spans, visible, scratch.weights, digits, rescale, rows,
                                                           first);
             if constexpr (code == kCodeInt4)
-                all_integer_values<code, true, constant>(kv, tiles, visible, scratch.weights, digits, rescale, rows,
+                all_integer_values<code, true, constant>(kv, spans, visible, scratch.weights, digits, rescale, rows,
                                                          first);
         });
     });
@@ -62,11 +62,11 @@ struct CodedRowPasses {
     }
     static void add(const AttendTask& task, const Split& split, const Rows& rows, AttendScratch& scratch) {
         const int num_rows = task.rows_per_head();
-        each_tile(task, split, [&](int head, const TilePair& tiles) {
+        each_span(task, split, [&](int head, const SpanPair& spans) {
             const uint32_t* of_head = scratch.query + head * num_rows * task.kv->key_units;
             const int units = coded_query_units(*task.kv);
             each_group(num_rows, units, of_head, [&](int first, int count, const uint32_t* query) {
-                const TilePair asked{tiles.now, first ? tiles.now : tiles.next};  // prefetching once is enough
+                const SpanPair asked{spans.now, first ? spans.now : spans.next};  // prefetching once is enough
                 coded_rows(task, asked, head, first, count, query, rows.from(head * num_rows), scratch);
             });
         });

@@ -4,7 +4,7 @@
 // rounded (to 2^-15 of its largest element). Scores continue in float32, times their token's scale.
 #pragma once
 
-#include "level/coded_tile.h"
+#include "level/coded_layout.h"
 
 namespace octavo::OCTAVO_LEVEL {
 
@@ -65,7 +65,7 @@ inline void pack_coded_query(const AttendTask& task, int head, uint32_t* packed,
 
 // Scores of rows [0, R) and vectors [first, first + N), not yet multiplied by any scale.
 template <Code C, int R, int N>
-inline void float_scores(const LayerKV& kv, const TilePair& tiles, int first, const uint32_t* query,
+inline void float_scores(const LayerKV& kv, const SpanPair& spans, int first, const uint32_t* query,
                          float* scores) {
     F16 acc[R][N];
     OCTAVO_UNROLL for (int r = 0; r < R; ++r)
@@ -73,8 +73,8 @@ inline void float_scores(const LayerKV& kv, const TilePair& tiles, int first, co
     for (int dim = 0; dim < kv.key_units; dim += 2, query += 2 * R) {
         OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
             F16 even, odd;
-            decode32<C>(tiles.now.key[first + n] + dim * 16, even, odd);
-            if (dim % 4 == 0) __builtin_prefetch(tiles.next.key[first + n] + dim * 16, 0, 2);
+            decode32<C>(spans.now.key[first + n] + dim * 16, even, odd);
+            if (dim % 4 == 0) __builtin_prefetch(spans.next.key[first + n] + dim * 16, 0, 2);
             OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
                 acc[r][n] = fma(even, F16::set1(bits_to_float(query[r])), acc[r][n]);
                 acc[r][n] = fma(odd, F16::set1(bits_to_float(query[R + r])), acc[r][n]);
@@ -82,12 +82,12 @@ inline void float_scores(const LayerKV& kv, const TilePair& tiles, int first, co
         }
     }
     OCTAVO_UNROLL for (int r = 0; r < R; ++r)
-        OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kTile + (first + n) * 16);
+        OCTAVO_UNROLL for (int n = 0; n < N; ++n) acc[r][n].store(scores + r * kSpan + (first + n) * 16);
 }
 
 // The same for integer codes: products with h and with l, as [h, l][row][64 tokens].
 template <Code C, int R, int N>
-inline void integer_scores(const LayerKV& kv, const TilePair& tiles, int first, const uint32_t* query,
+inline void integer_scores(const LayerKV& kv, const SpanPair& spans, int first, const uint32_t* query,
                            const int32_t* query_zero, uint32_t* scores) {
     U16 high[R][N], low[R][N];
     OCTAVO_UNROLL for (int r = 0; r < R; ++r)
@@ -100,8 +100,8 @@ inline void integer_scores(const LayerKV& kv, const TilePair& tiles, int first, 
     const int units = kv.key_units / (4 * kParts);
     for (int unit = 0; unit < units; ++unit, query += kParts * 2 * R) {
         OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
-            const U16 codes = U16::load(tiles.now.key[first + n] + unit * 64);
-            __builtin_prefetch(tiles.next.key[first + n] + unit * 64, 0, 2);
+            const U16 codes = U16::load(spans.now.key[first + n] + unit * 64);
+            __builtin_prefetch(spans.next.key[first + n] + unit * 64, 0, 2);
             if constexpr (C == kCodeInt8) {
                 const U16 bytes = codes ^ U16::set1(0x80808080u);
                 OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
@@ -122,41 +122,41 @@ inline void integer_scores(const LayerKV& kv, const TilePair& tiles, int first, 
     }
     OCTAVO_UNROLL for (int r = 0; r < R; ++r)
         OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
-            store(high[r][n], scores + r * kTile + (first + n) * 16);
-            store(low[r][n], scores + (R + r) * kTile + (first + n) * 16);
+            store(high[r][n], scores + r * kSpan + (first + n) * 16);
+            store(low[r][n], scores + (R + r) * kSpan + (first + n) * 16);
         }
 }
 
 // Not inlined, so that there is one function per code and number of rows rather than per pair of codes: these functions
 // take most of the compile time of this file.
 template <Code K, int R>
-[[gnu::noinline]] void all_scores(const LayerKV& kv, const TilePair& tiles, const Visible& visible,
+[[gnu::noinline]] void all_scores(const LayerKV& kv, const SpanPair& spans, const Visible& visible,
                                   const uint32_t* query, const int32_t* query_zero, float* scores) {
     constexpr int N = kVectorsPerPass == 1 ? 1 : R <= (is_fp8(K) ? 6 : 2) ? 4 : 2;  // what fits into registers
     each_vectors<N>((visible.end_vector - visible.first_vector) * 16, [&](int token, auto vectors) {
         const int v = visible.first_vector + token / 16;
         if constexpr (is_fp8(K))
-            float_scores<K, R, vectors>(kv, tiles, v, query, scores);
+            float_scores<K, R, vectors>(kv, spans, v, query, scores);
         else
-            integer_scores<K, R, vectors>(kv, tiles, v, query, query_zero, reinterpret_cast<uint32_t*>(scores));
+            integer_scores<K, R, vectors>(kv, spans, v, query, query_zero, reinterpret_cast<uint32_t*>(scores));
     });
 }
 
 // Scores in float32, from the sums in scratch.scores, which for integer codes are [h, l][rows][64 tokens]. `row` is the
 // first of `count` rows among those of all heads.
 template <Code K>
-[[gnu::noinline]] void finish_scores(const AttendTask& task, const Tile& tile, const Visible& visible, int head,
+[[gnu::noinline]] void finish_scores(const AttendTask& task, const Span& span, const Visible& visible, int head,
                                      int row, int count, AttendScratch& scratch) {
     for (int v = visible.first_vector; v < visible.end_vector; ++v) {
         F16 scale = F16::set1(task.kv->key_side.scale(task.kv_head + head) * code_unit(K)), zero = F16::zero();
-        if constexpr (!is_fp8(K)) scale = token_scale(tile.key_field[v][0]);
-        if constexpr (K == kCodeInt4) zero = token_zeros(tile.key_field[v][1]);
+        if constexpr (!is_fp8(K)) scale = token_scale(span.key_field[v][0]);
+        if constexpr (K == kCodeInt4) zero = token_zeros(span.key_field[v][1]);
         for (int r = 0; r < count; ++r) {
-            float* at = scratch.scores + r * kTile + v * 16;
+            float* at = scratch.scores + r * kSpan + v * 16;
             if constexpr (is_fp8(K)) {
                 (F16::load(at) * scale).store(at);
             } else {
-                const F16 high = F16::from_int(U16::load(at)), low = F16::from_int(U16::load(at + count * kTile));
+                const F16 high = F16::from_int(U16::load(at)), low = F16::from_int(U16::load(at + count * kSpan));
                 F16 sum = fma(high, F16::set1(256.0f), low);
                 const int32_t* sums = scratch.query_zero + 2 * (row + r);
                 if constexpr (K == kCodeInt4)

@@ -7,9 +7,9 @@
 //
 //     two units   | unit 0: 64 x sign and mantissa | unit 1: the same | 64 x two codes: unit 0 low, unit 1 high |
 //
-// Bytes are in the order that unpacking to 16 bits within 128-bit lanes needs, see compressed_position. Code 0 is exponent
-// 0, code c the exponent base + c. Every group of rows decodes a panel again, in registers: the multiplier leaves time
-// for it, and writing a decoded panel for the other groups to read would take longer.
+// Bytes are in the order that unpacking to 16 bits within 128-bit lanes needs, see compressed_position. Code 0 is
+// exponent 0, code c the exponent base + c. Every group of rows decodes a panel again, in registers: the multiplier
+// leaves time for it, and writing a decoded panel for the other groups to read would take longer.
 #pragma once
 
 #include "level/gemm.h"

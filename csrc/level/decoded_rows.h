@@ -1,7 +1,7 @@
 // Shared by the kernels that decode coded keys and values to bf16 before they multiply them, in tiles or in vectors:
 // scales are factors of scores and of weights.
 //
-//     scratch.factors    [tile of 64 tokens][scales of keys, of values][token]
+//     scratch.factors    [span of 64 tokens][scales of keys, of values][token]
 #pragma once
 
 #include "level/coded_scores.h"
@@ -10,8 +10,8 @@ namespace octavo::OCTAVO_LEVEL {
 
 enum Factor { kKeyScale, kValueScale, kFactors };
 
-// Loads the factors of a tile's tokens.
-inline void load_factors(const AttendTask& task, const Tile& tile, int head, const Visible& visible, float* to) {
+// Loads the factors of a span's tokens.
+inline void load_factors(const AttendTask& task, const Span& span, int head, const Visible& visible, float* to) {
     const LayerKV& kv = *task.kv;
     const Code keys = kv.key_side.code, values = kv.value_side.code;
     const F16 key_head = F16::set1(kv.key_side.scale(task.kv_head + head) * code_unit(keys));
@@ -19,11 +19,11 @@ inline void load_factors(const AttendTask& task, const Tile& tile, int head, con
     for (int v = 0; v < kVectors; ++v, to += 16) {
         F16 key = key_head, value = value_head;
         if (v >= visible.first_vector && v < visible.end_vector) {
-            if (!is_fp8(keys)) key = token_scale(tile.key_field[v][0]);
-            if (!is_fp8(values)) value = token_scale(tile.value_field[v][0]);
+            if (!is_fp8(keys)) key = token_scale(span.key_field[v][0]);
+            if (!is_fp8(values)) value = token_scale(span.value_field[v][0]);
         }
-        key.store(to + kKeyScale * kTile);
-        value.store(to + kValueScale * kTile);
+        key.store(to + kKeyScale * kSpan);
+        value.store(to + kValueScale * kSpan);
     }
 }
 
@@ -44,9 +44,9 @@ inline void load_rounded_query(const AttendTask& task, int head, int row, bf16* 
 [[gnu::noinline]] inline void weigh_decoded_rows(const AttendTask& task, int begin, const Visible& visible,
                                                  const float* factors, int first, int count, const Rows& rows,
                                                  AttendScratch& scratch, float* rescale) {
-    const auto factor = [&](Factor which, int v) { return F16::load(factors + which * kTile + v * 16); };
+    const auto factor = [&](Factor which, int v) { return F16::load(factors + which * kSpan + v * 16); };
     const auto score_of = [&](int r, int v) {
-        return F16::load(scratch.scores + r * kTile + v * 16) * factor(kKeyScale, v);
+        return F16::load(scratch.scores + r * kSpan + v * 16) * factor(kKeyScale, v);
     };
     F16 sums[16];
     for (int r = 0; r < count; ++r) sums[r] = F16::zero();
@@ -59,7 +59,7 @@ inline void load_rounded_query(const AttendTask& task, int head, int row, bf16* 
             low = keep_lanes(low, seen.low - v * 16, seen.high - v * 16, F16::zero());
             high = keep_lanes(high, seen.low - v * 16 - 16, seen.high - v * 16 - 16, F16::zero());
         }
-        store_both(low, high, reinterpret_cast<bf16*>(scratch.weights + r * kTile) + v * 16);
+        store_both(low, high, reinterpret_cast<bf16*>(scratch.weights + r * kSpan) + v * 16);
     };
     soften_rows<kBf16>(task, begin, visible, first, count, rows, rescale, score_of, [](int) {}, weigh_two);
     for (int r = 0; r < count; ++r) {

@@ -3,7 +3,7 @@
 //     bf16, pair 2    | t0 d0 d1 | t1 d0 d1 | ..    ->    | t0 t1 of d0 | t0 t1 of d1 | t0 t1 of d2 | t0 t1 of d3 |
 //                     | t0 d2 d3 | t1 d2 d3 | ..
 //
-// Once for each tile and task, whose rows then read them as the values of other plain blocks.
+// Once for each span and task, whose rows then read them as the values of other plain blocks.
 #pragma once
 
 #include "level/attention_driver.h"
@@ -34,15 +34,15 @@ template <Storage S> inline void transpose_latents(const char* from, int64_t str
         }
 }
 
-// The tile itself unless it is of latents; then `other`, with what is visible of its values in scratch.decoded.
+// The span itself unless it is of latents; then `other`, with what is visible of its values in scratch.decoded.
 template <Storage S>
-inline const Tile& with_values(const LayerKV& kv, const Tile& tile, const Visible& visible, AttendScratch& scratch,
-                               Tile& other) {
-    if (!kv.latent) return tile;
-    other = tile;
+inline const Span& with_values(const LayerKV& kv, const Span& span, const Visible& visible, AttendScratch& scratch,
+                               Span& other) {
+    if (!kv.latent) return span;
+    other = span;
     for (int v = visible.first_vector; v < visible.end_vector; ++v) {
         uint32_t* values = scratch.decoded + v * (16 / kPair<S>) * int64_t{kv.value_dim};
-        transpose_latents<S>(tile.value[v], int64_t{kv.block_size} * 4, kv.value_dim, values);
+        transpose_latents<S>(span.value[v], int64_t{kv.block_size} * 4, kv.value_dim, values);
         other.value[v] = reinterpret_cast<const char*>(values);
     }
     return other;

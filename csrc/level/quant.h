@@ -26,7 +26,7 @@
 // integers xq times s:
 //     sum (d (q - z) + m) x  =  s d (sum(q xq) - z sum(xq)) + m s sum(xq)
 // where z is the format's zero, and a format has either z or minimums m. Factors multiply d and m; where they are of 16
-// inputs each, a section has two sums. The integers are stored in groups of up to kQuantRows rows as in gemm.h, four
+// inputs each, a section has two sums. The integers are in groups of up to kQuantRows rows as in gemm.h, four
 // to a unit.
 //
 // An outlier makes the rounding of the 32 numbers that share its scale coarse. A section whose squared scale is more

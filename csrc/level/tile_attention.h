@@ -7,7 +7,7 @@
 //     values     up to 16 rows x 64 dims       tiles 0 .. 3 += weights (4) . values (5), 32 tokens at a time
 //
 // Keys are tiles as stored in a block, 16 units x 16 tokens. Values of 32 tokens may be in two blocks of 16, and some
-// may not have been written yet: those of a tile of the context are copied first, with zeros for what no row sees and a
+// may not have been written yet: those of a span of 64 are copied first, with zeros for what no row sees and a
 // column of ones after them:
 //
 //     scratch.values     pair 0    | dim 0 | dim 1 | .. | 1 0 0 .. |      the product with the ones is
@@ -50,33 +50,33 @@ template <bool Half> class MatrixTiles {
     }
 
     template <int Queries, int Even, int Odd>
-    static void add_scores(const Tile& tile, const Visible& visible, int64_t at, int64_t stride) {
+    static void add_scores(const Span& span, const Visible& visible, int64_t at, int64_t stride) {
         each_constant<kVectors>([&](auto v) __attribute__((always_inline)) {
             if (v < visible.first_vector || v >= visible.end_vector) return;
             constexpr int kKeys = v % 2 ? Odd : Even;
-            tile_load<kKeys>(tile.key[v] + at, stride);
+            tile_load<kKeys>(span.key[v] + at, stride);
             tile_dot_bf16<v, Queries, kKeys>();
         });
     }
     // Keys are [unit][16 tokens], with units `stride` bytes apart; a row of queries has units in `row_units`.
     template <bool Ask>
-    static void score(const TilePair& tiles, const Visible& visible, int units, int64_t stride, const uint32_t* query,
+    static void score(const SpanPair& spans, const Visible& visible, int units, int64_t stride, const uint32_t* query,
                       int64_t row_units, float* scores) {
         each_constant<kVectors>([](auto v) { tile_zero<v>(); });
         int unit = 0;
         for (; unit + 16 <= units; unit += 16) {
             tile_load<4>(query + unit, row_units * 4);
-            add_scores<4, 5, kOther>(tiles.now, visible, unit * stride, stride);
+            add_scores<4, 5, kOther>(spans.now, visible, unit * stride, stride);
             if constexpr (Ask)
                 for (int u = unit; u < unit + 16; ++u)
-                    for (int v = 0; v < kVectors; ++v) __builtin_prefetch(tiles.next.key[v] + u * stride, 0, 2);
+                    for (int v = 0; v < kVectors; ++v) __builtin_prefetch(spans.next.key[v] + u * stride, 0, 2);
         }
         if constexpr (Half)
             if (unit < units) {
                 tile_load<6>(query + unit, row_units * 4);
-                add_scores<6, 7, 7>(tiles.now, visible, unit * stride, stride);
+                add_scores<6, 7, 7>(spans.now, visible, unit * stride, stride);
             }
-        each_constant<kVectors>([&](auto v) { tile_store<v>(scores + v * 16, kTile * 4); });
+        each_constant<kVectors>([&](auto v) { tile_store<v>(scores + v * 16, kSpan * 4); });
     }
 
     static void rescale_rows(const Rows& rows, int first, int count, int width, const float* rescale) {
@@ -95,7 +95,7 @@ template <bool Half> class MatrixTiles {
         const int end = (visible.high + kTileTokens - 1) / kTileTokens * (kTileTokens / 2);
         each_constant<N>([&](auto n) { tile_load<n>(sums + n * 16, sums_stride); });
         for (int pair = begin; pair < end; pair += kTileTokens / 2) {
-            tile_load<4>(weights + pair, kTile * 4);
+            tile_load<4>(weights + pair, kSpan * 4);
             each_constant<N>([&](auto n) __attribute__((always_inline)) {
                 constexpr int kValues = n % 2 ? kOther : 5;
                 tile_load<kValues>(values + pair * pair_units + n * 16, pair_units * 4);
@@ -112,7 +112,7 @@ template <bool Half> class MatrixTiles {
 class TilePasses : MatrixTiles<true> {
   public:
     TilePasses(int value_dim, AttendScratch& scratch) : stride_(value_dim + 16) {
-        for (int pair = 0; pair < kTile / 2; ++pair) {
+        for (int pair = 0; pair < kSpan / 2; ++pair) {
             uint32_t* column = scratch.values + pair * stride_ + value_dim;
             store(U16::zero(), column);
             column[0] = 0x3f803f80;
@@ -128,69 +128,69 @@ class TilePasses : MatrixTiles<true> {
 
     void add(const AttendTask& task, const Split& split, const Rows& rows, AttendScratch& scratch) {
         const int num_rows = task.rows_per_head();
-        each_tile(task, split, [&](int head, const TilePair& tiles) {
-            add_head(task, tiles, scratch.query + head * num_rows * task.kv->key_units, rows.from(head * num_rows),
+        each_span(task, split, [&](int head, const SpanPair& spans) {
+            add_head(task, spans, scratch.query + head * num_rows * task.kv->key_units, rows.from(head * num_rows),
                      scratch);
         });
     }
 
   private:
-    // All rows of one KV head over one tile of the context.
-    void add_head(const AttendTask& task, const TilePair& stored, const uint32_t* query, const Rows& rows,
+    // All rows of one KV head over one span of the context.
+    void add_head(const AttendTask& task, const SpanPair& stored, const uint32_t* query, const Rows& rows,
                   AttendScratch& scratch) {
         const int num_rows = task.rows_per_head();
         const Visible visible = visible_tokens(task, stored.now.begin, 0, num_rows);
         if (visible.nothing()) return;
-        Tile latents;
-        const TilePair tiles{with_values<kBf16>(*task.kv, stored.now, visible, scratch, latents), stored.next};
+        Span latents;
+        const SpanPair spans{with_values<kBf16>(*task.kv, stored.now, visible, scratch, latents), stored.next};
         const bool one_pass = num_rows <= kTileRows;
-        const bool finite = one_pass ? copy_values<true>(*task.kv, tiles, visible, scratch.values)
-                                     : copy_values<false>(*task.kv, tiles, visible, scratch.values);
-        if (finite) return pass_rows(task, tiles, query, rows, scratch, 0, num_rows);
+        const bool finite = one_pass ? copy_values<true>(*task.kv, spans, visible, scratch.values)
+                                     : copy_values<false>(*task.kv, spans, visible, scratch.values);
+        if (finite) return pass_rows(task, spans, query, rows, scratch, 0, num_rows);
         // Zero times infinity is NaN: each token's rows are multiplied alone, with zeros for what they do not see.
         for (int row = 0; row < num_rows; row += task.group_size) {
-            const Visible of_token = visible_tokens(task, tiles.now.begin, row, task.group_size);
+            const Visible of_token = visible_tokens(task, spans.now.begin, row, task.group_size);
             if (of_token.nothing()) continue;
-            copy_values<false>(*task.kv, tiles, of_token, scratch.values);
-            pass_rows(task, tiles, query, rows, scratch, row, task.group_size);
+            copy_values<false>(*task.kv, spans, of_token, scratch.values);
+            pass_rows(task, spans, query, rows, scratch, row, task.group_size);
         }
     }
 
     // Rows [begin, begin + count), divided into tiles as evenly as possible.
-    void pass_rows(const AttendTask& task, const TilePair& tiles, const uint32_t* query, const Rows& rows,
+    void pass_rows(const AttendTask& task, const SpanPair& spans, const uint32_t* query, const Rows& rows,
                    AttendScratch& scratch, int begin, int count) {
         const RowGroups groups(count, kTileRows);
         for (int64_t group = 0; group < groups.count; ++group) {
             const int first = begin + static_cast<int>(groups.begin(group));
             const int num_rows = begin + static_cast<int>(groups.begin(group + 1)) - first;
-            const Visible visible = visible_tokens(task, tiles.now.begin, first, num_rows);
+            const Visible visible = visible_tokens(task, spans.now.begin, first, num_rows);
             if (visible.nothing()) continue;
             configure(num_rows);
             const int units = task.kv->key_units;
             const auto scores = task.rows_per_head() <= kTileRows ? score<true> : score<false>;
-            scores(tiles, visible, units, int64_t{task.kv->block_size} * 4, query + int64_t{first} * units, units,
+            scores(spans, visible, units, int64_t{task.kv->block_size} * 4, query + int64_t{first} * units, units,
                    scratch.scores);
             float rescale[kTileRows];
             soften_rows<kBf16>(
-                task, tiles.now.begin, visible, first, num_rows, rows, rescale,
-                [&](int r, int v) { return F16::load(scratch.scores + r * kTile + v * 16); }, [](int) {},
+                task, spans.now.begin, visible, first, num_rows, rows, rescale,
+                [&](int r, int v) { return F16::load(scratch.scores + r * kSpan + v * 16); }, [](int) {},
                 [&](int r, int v, F16 low, F16 high, float) {
-                    store_both(low, high, reinterpret_cast<bf16*>(scratch.weights + r * kTile) + v * 16);
+                    store_both(low, high, reinterpret_cast<bf16*>(scratch.weights + r * kSpan) + v * 16);
                 });
             rescale_rows(rows, first, num_rows, stride_, rescale);
             add_values(visible, first, rows, scratch);
         }
     }
 
-    // Copies the values of the tile's visible tokens, with zeros for the others. Returns false if a row that does not
+    // Copies the values of the span's visible tokens, with zeros for the others. Returns false if a row that does not
     // see all of them might be multiplied by one that is not finite.
     template <bool Ask>
-    bool copy_values(const LayerKV& kv, const TilePair& tiles, const Visible& visible, uint32_t* to) const {
+    bool copy_values(const LayerKV& kv, const SpanPair& spans, const Visible& visible, uint32_t* to) const {
         U16 special = U16::zero();
         const int64_t row_bytes = int64_t{kv.value_dim} * 4;
         to += visible.first_vector / 2 * 16 * stride_;
         for (int v = visible.first_vector / 2 * 2; v < (visible.end_vector + 1) / 2 * 2; ++v) {
-            const char *from = tiles.now.value[v], *next = tiles.next.value[v];
+            const char *from = spans.now.value[v], *next = spans.next.value[v];
             const bool whole = visible.low <= v * 16 && v * 16 + 16 <= visible.high;
             for (int pair = 0; pair < 8; ++pair, from += row_bytes, next += row_bytes, to += stride_) {
                 const int token = v * 16 + pair * 2;

@@ -1,6 +1,6 @@
 // Attention of prompts over coded keys and values in tiles, used if their bits may differ from a decode's.
 //
-// A split of the context is decoded once (decoded_tile.h), into the core's second-level cache, for all the rows of a KV
+// A split of the context is decoded once (decode_span.h), into the core's second-level cache, for all the rows of a KV
 // head, and multiplied from there as in tile_attention.h, sixteen rows at a time.
 //
 // Queries (rotated if keys are) and weights (times their token's scale) are rounded to bf16, as for uncoded blocks.
@@ -8,7 +8,7 @@
 
 #include "level/coded_attention.h"
 #include "level/decoded_rows.h"
-#include "level/decoded_tile.h"
+#include "level/decode_span.h"
 #include "level/tile_attention.h"
 
 namespace octavo::OCTAVO_LEVEL {
@@ -38,21 +38,21 @@ class CodedTilePasses : MatrixTiles<false> {
   private:
     static void decode(const AttendTask& task, const Split& split, int head, AttendScratch& scratch) {
         const LayerKV& kv = *task.kv;
-        Tile now = locate(task, head, split.begin, split.end_position), next = now;
+        Span now = locate(task, head, split.begin, split.end_position), next = now;
         uint32_t *keys = scratch.keys, *values = scratch.decoded;
         float* factors = scratch.factors;
-        for (int begin = split.begin; begin < split.end; begin += kTile) {
-            if (begin + kTile < split.end_position) next = locate(task, head, begin + kTile, split.end_position);
+        for (int begin = split.begin; begin < split.end; begin += kSpan) {
+            if (begin + kSpan < split.end_position) next = locate(task, head, begin + kSpan, split.end_position);
             const Visible visible = visible_tokens(task, begin, 0, task.rows_per_head());
             decode_to_plain(kv, {now, next}, visible, keys, values);
             load_factors(task, now, head, visible, factors);
-            keys += keys_size(kv), values += values_size(kv), factors += kFactors * kTile;
+            keys += keys_size(kv), values += values_size(kv), factors += kFactors * kSpan;
             now = next;
         }
     }
-    // Sizes per tile of the context, in units.
-    static int64_t keys_size(const LayerKV& kv) { return int64_t{kv.key_units} * (kTile / 2); }
-    static int64_t values_size(const LayerKV& kv) { return int64_t{kv.value_dim} * (kTile / 2); }
+    // Sizes per span of the context, in units.
+    static int64_t keys_size(const LayerKV& kv) { return int64_t{kv.key_units} * (kSpan / 2); }
+    static int64_t values_size(const LayerKV& kv) { return int64_t{kv.value_dim} * (kSpan / 2); }
 
     // Rows [first, first + count) of one head over the split.
     void add_rows(const AttendTask& task, const Split& split, int head, int first, int count, const Rows& rows,
@@ -62,13 +62,13 @@ class CodedTilePasses : MatrixTiles<false> {
         const uint32_t *query = scratch.query + row * kv.key_units, *keys = scratch.keys, *values = scratch.decoded;
         const float* factors = scratch.factors;
         configure(count);
-        for (int begin = split.begin; begin < split.end; begin += kTile) {
+        for (int begin = split.begin; begin < split.end; begin += kSpan) {
             const Visible visible = visible_tokens(task, begin, first, count);
             if (!visible.nothing()) {
-                Tile tile{};
+                Span span{};
                 for (int v = 0; v < kVectors; ++v)
-                    tile.key[v] = reinterpret_cast<const char*>(keys + v * keys_size(kv) / kVectors);
-                score<false>({tile, tile}, visible, kv.key_units / 2, 64, query, kv.key_units, scratch.scores);
+                    span.key[v] = reinterpret_cast<const char*>(keys + v * keys_size(kv) / kVectors);
+                score<false>({span, span}, visible, kv.key_units / 2, 64, query, kv.key_units, scratch.scores);
                 float rescale[kTileRows];
                 weigh_decoded_rows(task, begin, visible, factors, first, count, rows, scratch, rescale);
                 rescale_rows(rows, first, count, rows.value_dim, rescale);
@@ -76,7 +76,7 @@ class CodedTilePasses : MatrixTiles<false> {
                     add_columns<4>(scratch.weights, values + column, kv.value_dim, visible,
                                    rows.values(first) + column, int64_t{rows.stride()} * 4);
             }
-            keys += keys_size(kv), values += values_size(kv), factors += kFactors * kTile;
+            keys += keys_size(kv), values += values_size(kv), factors += kFactors * kSpan;
         }
     }
 };

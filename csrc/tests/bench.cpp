@@ -254,7 +254,7 @@ void spin_for(double length) {
     for (const double end = seconds() + length; seconds() < end;) {}
 }
 
-// A step of 150 rounds of small tasks, 96 us of arithmetic each on one thread, with 0, 1 and 2 busy processes. Work
+// A step of 150 rounds of small tasks, 96 us of arithmetic each on one thread, with 0 to 2 other busy processes. Work
 // is counted in iterations, not by the clock, because a thread does none while it is preempted.
 void pool() {
     constexpr int kRounds = 150, kUnits = 16;

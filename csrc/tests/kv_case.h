@@ -150,7 +150,7 @@ class Side {
 
   private:
     int64_t token(int64_t block, int head, int offset) const { return (block * heads_ + head) * block_size_ + offset; }
-    // The position of a plain dimension, see LayerKV.
+    // The place of a plain dimension, see LayerKV.
     int64_t element(int64_t block, int head, int offset, int d) const {
         const int pair = storage_ == kBf16 ? 2 : 1;
         const int64_t unit = keys_ ? d / pair * block_size_ + offset : offset / pair * dim_ + d;

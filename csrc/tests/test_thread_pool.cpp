@@ -67,7 +67,7 @@ TEST_ONCE(shares_are_taken_once_whoever_comes_when) {
             if (thread == 0 || random_bool()) coming.push_back({thread});
         while (!coming.empty()) {
             CHECK(!shares->all_done(terms) || std::count(counts.begin(), counts.end(), 1) == tasks);
-            // The leader takes last what no other thread has taken.
+            // The leader comes last to what no other takes.
             const size_t next = random_int(coming.size() > 1, static_cast<int>(coming.size()) - 1);
             const TaskShares::Taken taken = shares->next(terms, coming[next]);
             for (int task = 0; task < taken.count; ++task) ++counts[taken.first + task * terms.threads];

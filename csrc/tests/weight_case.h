@@ -30,7 +30,7 @@ inline float half_to_float(uint16_t half) {
     return half & 0x8000 ? -size : size;
 }
 
-// The positions of a block's numbers in fp16.
+// The place of a block's numbers in fp16.
 inline int halves_at(WeightFormat format) {
     const bool last = format == WeightFormat::q2_k || format == WeightFormat::q3_k || format == WeightFormat::q6_k;
     return last ? quant_layout(format).stored_bytes - 2 * quant_layout(format).halves : 0;

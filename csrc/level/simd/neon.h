@@ -7,7 +7,7 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-// A vector has four registers, so GCC considers these functions large, and inlines few of them unless forced.
+// A vector has four registers, so GCC considers these functions large and would not inline many of them.
 #define OCTAVO_INLINE [[gnu::always_inline]] inline
 #define OCTAVO_QUARTERS for (int i = 0; i < 4; ++i)
 #define OCTAVO_RETURN(Type, quarter)    \

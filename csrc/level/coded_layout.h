@@ -11,7 +11,7 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-// The factor of a decoded code, in addition to its scale: e4m3 is decoded as the half whose exponent is 8 less.
+// The factor of a decoded code, apart from its scale: e4m3 is decoded as the half whose exponent is 8 less.
 constexpr float code_unit(Code code) { return code == kCodeE4m3 ? 256.0f : 1.0f; }
 
 #ifndef OCTAVO_LOADS_FP8_IN_PAIRS
@@ -42,10 +42,10 @@ template <Code C> inline F16 decode16(const char* p) {
         return load_e5m2(bytes);
 }
 
-inline void ask_fields(const Tile& tile, int v) {
+inline void ask_fields(const Span& span, int v) {
     for (int f = 0; f < 2; ++f) {
-        if (tile.key_field[v][f]) __builtin_prefetch(tile.key_field[v][f], 0, 2);
-        if (tile.value_field[v][f]) __builtin_prefetch(tile.value_field[v][f], 0, 2);
+        if (span.key_field[v][f]) __builtin_prefetch(span.key_field[v][f], 0, 2);
+        if (span.value_field[v][f]) __builtin_prefetch(span.value_field[v][f], 0, 2);
     }
 }
 

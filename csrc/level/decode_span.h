@@ -7,7 +7,7 @@
 // and of weights.
 #pragma once
 
-#include "level/coded_tile.h"
+#include "level/coded_layout.h"
 
 namespace octavo::OCTAVO_LEVEL {
 
@@ -103,11 +103,11 @@ inline void decode_values_to_pairs(const char* from, const char* next, const cha
     }
 }
 
-// One tile of the context for all rows that see any of it; `visible` is what they see together. Values become whole
+// One span of the context for all rows that see any of it; `visible` is what they see together. Values become whole
 // steps of 32 tokens, which matrix tiles multiply.
-inline void decode_to_plain(const LayerKV& kv, const TilePair& tiles, const Visible& visible, uint32_t* keys,
+inline void decode_to_plain(const LayerKV& kv, const SpanPair& spans, const Visible& visible, uint32_t* keys,
                             uint32_t* values) {
-    const Tile &now = tiles.now, &next = tiles.next;
+    const Span &now = spans.now, &next = spans.next;
     for (int v = visible.first_vector; v < visible.end_vector; ++v) {
         ask_fields(next, v);
         with_code(kv.key_side.code, [&](auto code) {
