@@ -108,8 +108,8 @@ inline LayerKV plain_layer(const char* key, const char* value, int64_t blocks, i
     const int64_t token_bytes = block_size * element_bytes(storage), key_head = key_dim * token_bytes,
                   value_head = value_dim * token_bytes;
     const int key_units = storage == kBf16 ? key_dim / 2 : key_dim;
-    return {key,       value,     kv_heads * key_head, key_head, kv_heads * value_head, value_head, blocks, kv_heads,
-            key_units, value_dim, block_size,          storage};
+    return {key, value, kv_heads * key_head, key_head, kv_heads * value_head, value_head, blocks,
+            kv_heads, key_units, value_dim, block_size, storage, false};
 }
 // Relative bound of the error of rounding a result to its storage type.
 inline double rounding(Storage storage) { return storage == kBf16 ? 0x1p-8 : 0x1p-23; }

@@ -21,7 +21,7 @@ class Model {
         const float score_cap = random_bool() ? 20.0f : 0.0f, logits_cap = random_bool() ? 5.0f : 0.0f;
         decoder.shape = {storage,   kHiddenWidth, 150,       heads, kv_heads,  key_dim,
                          value_dim, 0.2f,         score_cap, 0.5f,  logits_cap};
-        const int64_t pair = storage == kBf16 ? 2 : 1, element = element_bytes(storage);
+        const int64_t element = element_bytes(storage);
         decoder.program.emplace_back(Scale{kResidual, 1.5f});
         const bool norms_after = random_bool(), parallel = random_bool(), gated = random_bool();
         for (int index = 0; index < 3; ++index) {
@@ -52,13 +52,10 @@ class Model {
             add_product({{{matrix(format, kHiddenWidth, kInnerWidth), nullptr}}}, kInner, kHidden);
             if (norms_after) add_norm(kHidden, kHidden);
             decoder.program.emplace_back(Add{kResidual, kHidden});
-            const int64_t head_key = int64_t{key_dim} * kBlock * element,
-                          head_value = int64_t{value_dim} * kBlock * element;
-            decoder.caches.push_back({{room(kBlocks * kv_heads * head_key), room(kBlocks * kv_heads * head_value),
-                                       kv_heads * head_key, head_key, kv_heads * head_value, head_value, kBlocks,
-                                       kv_heads, static_cast<int>(key_dim / pair), value_dim, kBlock, storage},
-                                      0,
-                                      index == 2 ? 20 : 0});
+            const int64_t tokens = int64_t{kBlocks} * kBlock * kv_heads;
+            decoder.caches.push_back({plain_layer(room(tokens * key_dim * element), room(tokens * value_dim * element),
+                                                  kBlocks, kv_heads, key_dim, value_dim, kBlock, storage),
+                                      0, index == 2 ? 20 : 0});
         }
         add_norm(kResidual, kHidden);
         if (random_bool())
