@@ -1,8 +1,10 @@
 // Packs weights into the kernels' layout, and unpacks them a row at a time.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "level/simd/common.h"
 #include "linear.h"
@@ -291,16 +293,14 @@ struct QuantFunctions {
     void (*pack)(const Weight&, const char* rows, int64_t row_stride, int64_t begin, int64_t end, Placement);
     void (*unpack)(const Weight&, int64_t output, Storage, char* to);
 };
-template <WeightFormat F> constexpr QuantFunctions kFunctionsOf = {pack_quants<F>, unpack_quants<F>};
-constexpr QuantFunctions kQuantFunctions[] = {  // in the order of WeightFormat
-    kFunctionsOf<WeightFormat::q4_0>, kFunctionsOf<WeightFormat::q4_1>, kFunctionsOf<WeightFormat::q5_0>,
-    kFunctionsOf<WeightFormat::q5_1>, kFunctionsOf<WeightFormat::q8_0>, kFunctionsOf<WeightFormat::q2_k>,
-    kFunctionsOf<WeightFormat::q3_k>, kFunctionsOf<WeightFormat::q4_k>, kFunctionsOf<WeightFormat::q5_k>,
-    kFunctionsOf<WeightFormat::q6_k>, kFunctionsOf<WeightFormat::iq4_nl>, kFunctionsOf<WeightFormat::iq4_xs>,
-    kFunctionsOf<WeightFormat::mxfp4>};
+constexpr int kFirstQuantised = static_cast<int>(WeightFormat::q4_0);
+constexpr auto kQuantFunctions = []<int... I>(std::integer_sequence<int, I...>) {
+    return std::array{QuantFunctions{pack_quants<static_cast<WeightFormat>(kFirstQuantised + I)>,
+                                     unpack_quants<static_cast<WeightFormat>(kFirstQuantised + I)>}...};
+}(std::make_integer_sequence<int, kNumWeightFormats - kFirstQuantised>{});
 
 const QuantFunctions& quant_functions(WeightFormat format) {
-    return kQuantFunctions[static_cast<int>(format) - static_cast<int>(WeightFormat::q4_0)];
+    return kQuantFunctions[static_cast<int>(format) - kFirstQuantised];
 }
 
 }  // namespace
