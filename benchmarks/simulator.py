@@ -54,7 +54,7 @@ from octavo import LLM, EngineConfig, SamplingParams
 from octavo.planner.roofline import StepTimes
 from octavo.planner.sources import find_shape
 from octavo.simulator.calibration import calibrate
-from octavo.simulator.fitting import MeasuredStep, executions, mean_abs_error, periods
+from octavo.simulator.fitting import MeasuredStep, mean_abs_error, periods
 from octavo.simulator.results import Results
 from octavo.simulator.setup import Plan
 from octavo.simulator.simulation import Simulation
@@ -118,7 +118,6 @@ def compared(beforehand: Speed, measured: Measured, load: Load) -> dict[str, Any
     first, second = ([piece for piece in pieces if piece.number % 2 == turn] for turn in (0, 1))
     real = combined([observed(pieces)])
     early, late = simulations(beforehand, first), simulations(between, first)
-    device = StepTimes(**{**(fields := between.fit["execution"]["times"]), "products": _points(fields)})
     row: dict[str, Any] = {
         "name": load.name,
         "requests": sum(len(piece.records) for piece in pieces),
@@ -127,7 +126,6 @@ def compared(beforehand: Speed, measured: Measured, load: Load) -> dict[str, Any
         "stolen": statistics.fmean(piece.stolen for piece in pieces),
         "steps": len(recorded),
         "step_error": mean_abs_error(between.times, steps),
-        "device_step_error": mean_abs_error(device, executions(recorded)),
         "biases": [bias(speed.times, steps) for speed in (beforehand, between)],
         "error_of_time": math.fsum(abs(step.predicted(between.times) - step.seconds) for step in steps)
         / math.fsum(step.seconds for step in steps),
@@ -162,10 +160,6 @@ def side_by_side(*found: dict[str, Any]) -> dict[str, Any]:
         name: {p: [each[name][p] for each in found] for p in PERCENTILES} for name in ("ttft_ms", "itl_ms")
     }
     return rows | {"output_tok_s": [each["output_tok_s"] for each in found]}
-
-
-def _points(fields: dict[str, Any]) -> tuple[tuple[float, float], ...]:
-    return tuple((rows, seconds) for rows, seconds in fields["products"])
 
 
 def closed_load(speed: Speed, rate: float, seconds: float) -> ClosedLoad:
@@ -238,7 +232,7 @@ def main() -> None:
         "rounds": arguments.rounds,
         "run_seconds": arguments.run_seconds,
         "calibrations": {
-            name: {"steps": speed.fit["period"]["steps"], "error": speed.fit["period"]["mean_abs_error"]}
+            name: {"steps": speed.fit["steps"], "error": speed.fit["mean_abs_error"]}
             for name, speed in (("beforehand", beforehand), ("in between", measured.speed))
         },
         "at_once": run_at_once(measured.speed),

@@ -21,7 +21,6 @@ from octavo.scheduler.step_time import StepLoad
 from octavo.simulator.fitting import (
     MeasuredStep,
     Spread,
-    executions,
     fit,
     mean_abs_error,
     nonnegative_least_squares,
@@ -146,8 +145,8 @@ def test_a_speed_is_fitted_to_recorded_plans_and_survives_its_file(tmp_path: Pat
     assert again.spread == speed.spread
     assert speed.spread.decodes[0] == pytest.approx(speed.spread.decodes[-1], rel=0.02), "no step differs"
     assert speed.spread.chunks == (), "there were none"
-    assert again.fit["period"]["steps"] == 199
-    assert again.fit["execution"]["mean_abs_error"] < 0.01
+    assert again.fit["steps"] == 199
+    assert again.fit["mean_abs_error"] < 0.01
 
 
 def recorded(number: int, at: float, seq_ids: tuple[int, ...]) -> RecordedStep:
@@ -162,10 +161,10 @@ def test_a_step_knows_which_requests_came_while_it_was_computed() -> None:
         recorded(3, 0.02, (1, 2, 3, 4)),
         recorded(4, 0.03, (1,)),
         recorded(5, 5.00, (5,)),  # after a pause
+        recorded(6, 5.01, (5,)),
     ]
-    assert [step.num_arrived for step in executions(found)] == [0, 2, 0, 0, 0]
-    assert [step.num_arrived for step in periods(found)] == [0, 2, 0]
-    assert [step.resumed for step in executions(found)] == [False, False, False, False, True]
+    assert [step.num_arrived for step in periods(found)] == [0, 2, 0, 0], "the fourth was followed by a pause"
+    assert [step.resumed for step in periods(found)] == [False, False, False, True]
 
 
 @pytest.mark.slow
@@ -211,14 +210,14 @@ def test_a_speed_file_without_what_steps_differ_by_is_read(tmp_path: Path) -> No
 def test_steps_of_the_warm_up_are_not_fitted_to(tmp_path: Path) -> None:
     path = recording(tmp_path / "plans", 200)
     later = list(read_plans(path))[100].at
-    assert speed_of_plans([path], since=later).fit["execution"]["steps"] == 100
+    assert speed_of_plans([path], since=later).fit["steps"] == 99
 
 
 def test_steps_beside_other_programs_are_not_fitted_to(tmp_path: Path) -> None:
     path = recording(tmp_path / "plans", 200)
     steps = list(read_plans(path))
     spans = [(steps[20].at, steps[40].at), (steps[60].at, steps[80].at)]
-    assert speed_of_plans([path], left_out=spans).fit["execution"]["steps"] == 160
+    assert speed_of_plans([path], left_out=spans).fit["steps"] == 159
 
 
 def test_files_that_are_no_speed_are_refused(tmp_path: Path) -> None:

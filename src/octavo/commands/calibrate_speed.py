@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(report.as_json_line({**asdict(speed), "file": args.output}))
         return 0
-    times, fit = speed.times, speed.fit["period"]
+    times, fit = speed.times, speed.fit
     values = {
         "base": times.base,
         **{f"products({rows:g})": seconds for rows, seconds in times.products},
@@ -63,9 +63,7 @@ def run(args: argparse.Namespace) -> int:
         for name, value in values.items()
     ]
     print("\n".join(report.columns(["coefficient", "µs", "5 %", "95 %"], rows)))
-    device = speed.fit["execution"]
-    print(f"{fit['steps']:,} steps, mean absolute error {100 * fit['mean_abs_error']:.1f} %", end=" ")
-    print(f"(of the device's part alone: {100 * device['mean_abs_error']:.1f} %)")
+    print(f"{fit['steps']:,} steps, mean absolute error {100 * fit['mean_abs_error']:.1f} %")
     print(f"a request takes {1e3 * speed.intake_s:.2f} ms before its first step, and its first token", end=" ")
     print(f"{1e3 * speed.reply_s:.2f} ms after; written to {args.output}")
     others, stolen, left_out = (speed.facts[name] for name in ("others", "stolen", "left_out_s"))

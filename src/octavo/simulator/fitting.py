@@ -9,7 +9,7 @@ disturbed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,44 +122,25 @@ class Fit:
     mean_abs_error: float
 
 
-def executions(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
-    """Return the steps with the seconds that the device computed."""
-    return [
-        MeasuredStep(load_of(step), step.seconds, step.at, step.num_moved, num_arrived, resumed)
-        for step, resumed, num_arrived, _ in _in_series(steps)
-        if step.seconds > 0
-    ]
-
-
 def periods(steps: Iterable[RecordedStep]) -> list[MeasuredStep]:
     """Return the steps with the seconds until the next step began, if it followed without a pause.
 
-    This is the inter-token latency that streams see: it includes planning, updating and output processing.
+    This is the inter-token latency that streams see: it includes planning, updating and output processing. After a
+    pause, the next step has no sequence in common; otherwise, sequences that are new in it arrived during this step.
     """
-    return [
-        MeasuredStep(load_of(step), next_at - step.at, step.at, step.num_moved, num_arrived, resumed)
-        for step, resumed, num_arrived, next_at in _in_series(steps)
-        if next_at
-    ]
-
-
-def _in_series(steps: Iterable[RecordedStep]) -> Iterator[tuple[RecordedStep, bool, int, float]]:
-    """Yield each step, whether it followed a pause, how many requests came in meanwhile, and when the next step began.
-
-    The last two are 0 if a pause followed: the next step then has no sequence in common with this one.
-    Otherwise, sequences that are new in the next step arrived during this one.
-    """
-    before, resumed, seen = None, False, set[int]()
+    found, before, resumed, seen = list[MeasuredStep](), None, False, set[int]()
     for step in steps:
         new = set(step.seq_ids) - seen
         seen |= new
         if before is not None:
             goes_on = step.step == before.step + 1 and not set(before.seq_ids).isdisjoint(step.seq_ids)
-            yield before, resumed, len(new) if goes_on else 0, step.at if goes_on else 0.0
+            if goes_on:
+                load = StepLoad.of(before.starts, before.lengths)
+                seconds = step.at - before.at
+                found.append(MeasuredStep(load, seconds, before.at, before.num_moved, len(new), resumed))
             resumed = not goes_on and step.at - (before.at + before.seconds) >= PAUSE_S
         before = step
-    if before is not None:
-        yield before, resumed, 0, 0.0
+    return found
 
 
 def outside(steps: Iterable[MeasuredStep], spans: Sequence[tuple[float, float]]) -> list[MeasuredStep]:
@@ -167,10 +148,6 @@ def outside(steps: Iterable[MeasuredStep], spans: Sequence[tuple[float, float]])
     return [
         step for step in steps if not any(began < step.at + step.seconds and step.at < ended for began, ended in spans)
     ]
-
-
-def load_of(step: RecordedStep) -> StepLoad:
-    return StepLoad.of(step.starts, step.lengths)
 
 
 def fit(steps: Sequence[MeasuredStep], *, seed: int = 0) -> Fit:

@@ -17,7 +17,7 @@ from octavo.errors import ConfigError
 from octavo.planner.roofline import StepTimes
 from octavo.scheduler.plan_log import read_facts, read_plans
 from octavo.scheduler.step_time import StepLoad
-from octavo.simulator.fitting import Fit, MeasuredStep, Spread, executions, fit, outside, periods
+from octavo.simulator.fitting import MeasuredStep, Spread, fit, outside, periods
 
 VERSION = 2
 _MOST_AT_ONCE = 2  # requests that come with one step; those of a burst share what they cost
@@ -134,7 +134,7 @@ def speed_of_plans(
         ConfigError: a file is not a recording, the recordings are of different engines, or they have too few steps.
     """
     facts = read_facts(paths[0])
-    measured, executed = [], []
+    measured: list[MeasuredStep] = []
     for path in paths:
         if read_facts(path) != facts:
             raise ConfigError(
@@ -142,8 +142,7 @@ def speed_of_plans(
             )
         steps = [step for step in read_plans(path) if step.at >= since]
         measured += outside(_one_by_one(periods(steps)), left_out)
-        executed += outside(_one_by_one(executions(steps)), left_out)
-    fitted, device = fit(measured), fit(executed)
+    fitted = fit(measured)
     return Speed(
         origin=origin or f"fitted to {len(measured)} steps of {facts.get('model')} in {', '.join(paths)}",
         kind=MEASURED,
@@ -151,8 +150,9 @@ def speed_of_plans(
         spread=Spread.of(fitted.times, measured),
         facts=facts,
         fit={
-            "period": _quality(fitted),
-            "execution": _quality(device) | {"times": asdict(device.times)},
+            "steps": fitted.num_steps,
+            "mean_abs_error": fitted.mean_abs_error,
+            "intervals_5_95": fitted.intervals,
         },
     )
 
@@ -160,7 +160,3 @@ def speed_of_plans(
 def _one_by_one(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
     """Return the steps during which requests came one by one."""
     return [step for step in steps if step.num_arrived <= _MOST_AT_ONCE]
-
-
-def _quality(fitted: Fit) -> dict[str, Any]:
-    return {"steps": fitted.num_steps, "mean_abs_error": fitted.mean_abs_error, "intervals_5_95": fitted.intervals}
