@@ -108,6 +108,16 @@ def test_an_error_of_octavos_is_one_line_without_a_traceback(
     assert capsys.readouterr().err == "octavo: error: a message of two lines\n"
 
 
+def test_a_missing_package_is_an_error_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 1
+    assert re.fullmatch(
+        r"octavo: error: the package shtab is missing: run `make -C \S+ install`\n", capsys.readouterr().err
+    )
+
+
 def test_ctrl_c_exits_with_130_and_says_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from octavo.commands import COMMANDS
 from octavo.commands.base import OneLineParser, add_commands
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, how_to_install
 
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130
@@ -34,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except OctavoError as error:
         print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_ERROR
+    except ModuleNotFoundError as error:
+        if (error.name or "octavo").startswith("octavo"):
+            raise
+        print(f"octavo: error: the package {error.name} is missing: {how_to_install('octavo')}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

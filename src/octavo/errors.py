@@ -53,11 +53,15 @@ def require_packages(user: str, extra: str, *modules: str) -> None:
         for module in modules:
             import_module(module)
     except ImportError as error:
-        checkout = Path(__file__).parents[2]
-        command = f"pip install 'octavo[{extra}]'"
-        if (checkout / "Makefile").is_file() and (checkout / "pyproject.toml").is_file():
-            command = f"make -C {checkout} install"
-        raise ConfigError(f"{user} needs octavo[{extra}] ({error}): run `{command}`") from error
+        raise ConfigError(f"{user} needs octavo[{extra}] ({error}): {how_to_install(f'octavo[{extra}]')}") from error
+
+
+def how_to_install(package: str) -> str:
+    """Return how to install Octavo with its dependencies; in a checkout, `make install` brings all extras."""
+    checkout = Path(__file__).parents[2]
+    if (checkout / "Makefile").is_file() and (checkout / "pyproject.toml").is_file():
+        return f"run `make -C {checkout} install`"
+    return f"run `pip install '{package}'`"
 
 
 def shown(value: object) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from octavo.commands.base import load_commands
-from octavo.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
@@ -20,10 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        import shtab
-    except ImportError as error:
-        raise ConfigError("completion needs the package shtab: pip install shtab") from error
+    import shtab
 
     load_commands(args.parser)
     print(shtab.complete(args.parser, shell=args.shell))
