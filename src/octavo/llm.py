@@ -63,7 +63,7 @@ class LLM:
 
     @property
     def summary(self) -> str:
-        """One line for people: the model, the length of its context, and the use of memory."""
+        """A one-line summary: the model, its context length, and the memory of weights and cache."""
         return self.core.summary
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -34,7 +34,7 @@ from octavo.checkpoint.model_source import resolve_model
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import CompletionOutput, RequestOutput
 from octavo.errors import CapacityError, ConfigError, RequestError
-from octavo.models.kv_scale_file import Origin, path_beside, write_scales
+from octavo.models.kv_scale_file import Origin, default_scales_path, write_scales
 from octavo.observe.stats import EngineStats
 from octavo.pooling import Pooling
 from octavo.request import FinishReason, PinRequest, Request, RequestContext
@@ -413,7 +413,7 @@ def write_model(folder: Path, family: str) -> None:
     if "kv_lora_rank" not in FAMILIES[family][0]:  # latents have no heads
         heads = {side: torch.linspace(0.02, 0.05, config.num_key_value_heads) for side in "kv"}
         scales = dict.fromkeys(range(config.num_hidden_layers), heads)
-        write_scales(path_beside(source, "fp8_e4m3"), source, "fp8_e4m3", scales, Origin("mse", "none", 1))
+        write_scales(default_scales_path(source, "fp8_e4m3"), source, "fp8_e4m3", scales, Origin("mse", "none", 1))
 
 
 def main() -> int:

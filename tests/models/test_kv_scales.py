@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.model_source import model_fingerprint, resolve_model
 from octavo.errors import ConfigError, CorruptModelError
-from octavo.models.kv_scale_file import Origin, path_beside, write_scales
+from octavo.models.kv_scale_file import Origin, default_scales_path, write_scales
 from octavo.sampling_params import SamplingParams
 from tests.conftest import MakeLLM
 
@@ -123,7 +123,7 @@ def test_scales_beside_the_model_are_found_and_are_no_part_of_its_fingerprint(
 ) -> None:
     folder = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
     before = model_fingerprint(folder)
-    path = path_beside(resolve_model(str(folder)), "fp8_e5m2")
+    path = default_scales_path(resolve_model(str(folder)), "fp8_e5m2")
     assert path == folder / "kv_scales-fp8_e5m2.toml"
     calibrated(str(folder), tmp_path, "fp8_e5m2").rename(path)
     assert model_fingerprint(folder) == before

@@ -59,7 +59,7 @@ class ModelSource:
     through_transformers: bool = False
     max_len: int | None = None
 
-    def beside(self, name: str) -> Path:
+    def companion_file(self, name: str) -> Path:
         """Return the path of a file that belongs to the model: in its folder, or next to its GGUF file."""
         return self.path / name if self.format is ModelFormat.HUGGINGFACE else self.path.with_suffix(f".{name}")
 

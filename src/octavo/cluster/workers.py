@@ -233,7 +233,7 @@ class Workers:
             return
         has_missed, worker.num_failures = worker.num_failures > 0, 0
         if worker.is_healthy and facts != worker.facts:
-            await self._down(worker, "it was started anew")
+            await self._down(worker, "it was restarted")
         worker.facts = facts
         if has_missed or not worker.is_healthy:
             try:

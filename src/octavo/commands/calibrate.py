@@ -98,7 +98,7 @@ def _entropy(args: argparse.Namespace, options: dict[str, Any], text: Text) -> i
     means = [sum(of_layer) / len(found) for of_layer in zip(*found, strict=True)]
     layers = tuple(round(mean, 4) for mean, is_divided in zip(means, divided, strict=True) if is_divided)
     budget = replace(budget, layers=layers)
-    path = Path(args.output) if args.output else source.beside(f"kv_budget-{budget.mode}.toml")
+    path = Path(args.output) if args.output else source.companion_file(f"kv_budget-{budget.mode}.toml")
     measured = f"entropies over {sum(map(len, windows)):,} tokens of {text.name}"
     budget.write(path, f"octavo serve {source.name} --kv-budget THIS_FILE; {measured}")
     if args.json:
@@ -116,7 +116,7 @@ def _scales(args: argparse.Namespace, options: dict[str, Any], text: Text) -> in
     from octavo.checkpoint.model_source import model_of
     from octavo.commands.calibrate_search import loaded
     from octavo.kvcache.formats import kv_dtype
-    from octavo.models.kv_scale_file import Origin, path_beside, write_scales
+    from octavo.models.kv_scale_file import Origin, default_scales_path, write_scales
     from octavo.workloads.forward_text import windows_of
 
     asked = EngineConfig.from_options(options).kv_cache_dtype
@@ -131,7 +131,7 @@ def _scales(args: argparse.Namespace, options: dict[str, Any], text: Text) -> in
         windows = windows_of(llm.tokenizer.encode(text.content), args.windows or 8, length, text.name)
         found = calibrate(model, runner.attention, dtype, windows, method=args.method, percentile=args.percentile)
     method = f"percentile {args.percentile:g}" if args.method == "percentile" else args.method
-    path = Path(args.output) if args.output else path_beside(source, dtype)
+    path = Path(args.output) if args.output else default_scales_path(source, dtype)
     write_scales(path, source, dtype, found.scales, Origin(method, text.name, found.tokens))
     if args.json:
         answer = {"kv_cache_dtype": dtype, "method": method, "text": text.name, "tokens": found.tokens}

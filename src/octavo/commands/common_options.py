@@ -11,7 +11,7 @@ INPUT_LEN, OUTPUT_LEN = "64", "128"
 
 
 def add_json_option(parser: argparse.ArgumentParser, instead_of: str = "a table") -> None:
-    """Add `--json`, which prints a line for programs instead of output for people."""
+    """Add `--json`, which prints a line of JSON instead of tables."""
     parser.add_argument(
         "--json", action="store_true", help=f"print one JSON object on the last line instead of {instead_of}"
     )

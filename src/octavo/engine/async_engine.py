@@ -343,7 +343,7 @@ class AsyncEngine:
 
     def _call_in_loop(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None  # `start` sets it before it starts the thread
-        # A closed loop has nobody to notify.
+        # A closed loop has no callers to notify.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
 

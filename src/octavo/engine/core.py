@@ -109,7 +109,7 @@ class EngineCore:
 
     @property
     def summary(self) -> str:
-        """A one-line summary for people: the model, its context length, and the memory of weights and cache."""
+        """A one-line summary: the model, its context length, and the memory of weights and cache."""
         info, spec, num_blocks = self.info, self.scheduler.kv.spec, self.scheduler.kv.pool.num_blocks
         return (
             f"{info.model_name}: {info.max_model_len:,} tokens of context, {format_bytes(info.weight_bytes)} of "

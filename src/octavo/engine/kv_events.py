@@ -7,7 +7,7 @@ A number is a `u64` in big-endian order, and a batch is msgpack: `[seconds, even
 process is its start in microseconds, so that a reader that goes on after a restart sees a gap and asks for what it
 missed, which begins with `AllBlocksCleared`. While nothing changes, the last batch is repeated every second, so that a
 reader that has just come, or has missed it, sees a gap too. Where batches cannot be sent again, because they were
-dropped or the reader has fallen behind the last `buffer_steps`, all blocks are announced anew, under the numbers that
+dropped or the reader has fallen behind the last `buffer_steps`, all blocks are announced again, under the numbers that
 follow.
 """
 

@@ -43,10 +43,10 @@ class Origin:
     tokens: int
 
 
-def path_beside(source: ModelSource, dtype: str) -> Path:
+def default_scales_path(source: ModelSource, dtype: str) -> Path:
     """Return the default path of a model's scales: in its folder, or next to its GGUF file."""
     known = dtype if dtype.replace("_", "").isalnum() else f"table-{blake2b(dtype.encode(), digest_size=4).hexdigest()}"
-    return source.beside(f"kv_scales-{known}.toml")
+    return source.companion_file(f"kv_scales-{known}.toml")
 
 
 def write_scales(path: Path, source: ModelSource, dtype: str, scales: Scales, origin: Origin) -> None:

@@ -17,7 +17,7 @@ import torch
 from octavo.checkpoint.model_source import ModelFormat, ModelSource
 from octavo.checkpoint.share import Share
 from octavo.errors import CorruptModelError, ModelError, shown
-from octavo.models.kv_scale_file import Scales, path_beside, read_scales
+from octavo.models.kv_scale_file import Scales, default_scales_path, read_scales
 from octavo.storage.coded_kv import CodedKV, CodedSide
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def choose_scales(
     if calculate:
         logger.info("KV cache scales: from the first tokens computed")
         return f"calculated {secrets.token_hex(8)}"  # unique, so that no other engine's blocks are found
-    default = path_beside(source, dtype)
+    default = default_scales_path(source, dtype)
     if file is None and default.is_file():
         file = str(default)
     if file is not None:

@@ -9,7 +9,7 @@
     mxfp4               X_blocks u8 [experts, out, in / 32, 16]: two numbers E2M1 in a byte;
                         X_scales u8 [experts, out, in / 32]: exponents, plus 127
 
-n = 32 / bits numbers lie in an int32, the first in its lowest bits, except in awq, which mixes eight outputs.
+n = 32 / bits numbers are in an int32, the first in its lowest bits, except in awq, which mixes eight outputs.
 
 Where 32 weights in a row share a scale and a zero point, the kernels' formats hold the same integers:
 
@@ -34,7 +34,7 @@ from octavo.models.weights import RawTensor
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType as GGMLType
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs lies in each four bits
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs is in each four bits
 
 
 class QuantisedCheckpoint:

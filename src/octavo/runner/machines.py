@@ -159,14 +159,14 @@ class Machines:
         numbers = struct.Struct(f"<{1 + len(sizes)}q")
         every = bytearray(numbers.size * self._count)
         self._gather(memoryview(numbers.pack(digest, *sizes)), memoryview(every), FIRST_JOIN_S)
-        told = list(numbers.iter_unpack(every))
-        for machine, (other, *_) in enumerate(told):
-            if other != told[0][0]:
+        received = list(numbers.iter_unpack(every))
+        for machine, (other, *_) in enumerate(received):
+            if other != received[0][0]:
                 raise ConfigError(
                     f"machine {machine} was started with another model, or with other options, than machine 0: "
                     "all but node_rank, num_threads and memory sizes must be the same"
                 )
-        return [min(each) for each in zip(*(rest for _, *rest in told), strict=True)]
+        return [min(each) for each in zip(*(rest for _, *rest in received), strict=True)]
 
     def watch(self, on_loss: Callable[[str], None]) -> None:
         """Call `on_loss` in another thread, with the reason, when another machine is silent for too long."""

@@ -1,4 +1,4 @@
-"""Percentiles, and results as a table for people or as a line of JSON for programs."""
+"""Percentiles, and results as a table or as a line of JSON."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def columns(heading: Sequence[object], rows: Sequence[Sequence[object]]) -> list
 
 
 def label(name: str) -> str:
-    """Return a name for people: 'output_tok_s' -> 'output tok/s', 'ttft_ms' -> 'ttft ms'."""
+    """Return a readable name: 'output_tok_s' -> 'output tok/s', 'ttft_ms' -> 'ttft ms'."""
     return name.replace("tok_s", "tok/s").replace("requests_s", "requests/s").replace("_", " ")
 
 

@@ -39,8 +39,8 @@ class MessagesAnswer(SingleChat):
         return (_event(ending) + _event({"type": "message_stop"})).encode()
 
     def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        told = {"id": self.job.response_id, "type": "message", "role": "assistant", "model": self.job.read.model}
-        return {**told, "content": content}
+        fields = {"id": self.job.response_id, "type": "message", "role": "assistant", "model": self.job.read.model}
+        return {**fields, "content": content}
 
     def _ending(self) -> dict[str, Any]:
         completion = self.choice.completion

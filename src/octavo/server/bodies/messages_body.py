@@ -7,7 +7,7 @@ thinking              ->  chat_template_kwargs.enable_thinking
 output_config         ->  response_format, reasoning_effort
 cache_control         ->  kept in place: it pins the prefix up to there in the cache; of the body, the whole prompt
 
-Parts and calls are checked here, because an error names a place in the body, and messages are numbered anew.
+Parts and calls are checked here, because an error names a place in the body, and messages are renumbered.
 """
 
 from __future__ import annotations

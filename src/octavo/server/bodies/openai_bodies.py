@@ -146,7 +146,7 @@ class GenerationBody(Accounted, StreamedBody, Guided):
     return_tokens_as_token_ids: bool | None = taken("name tokens by their ids in log-probabilities")
     echo: bool | None = taken("begin the answer with the prompt")
     add_special_tokens: bool | None = taken("whether the tokenizer adds special tokens to the prompt")
-    octavo: OctavoOptions | None = taken("what the answer's octavo object tells")
+    octavo: OctavoOptions | None = taken("what the answer's octavo object contains")
     logits_processors: Any = unsupported()
 
     @property
