@@ -35,8 +35,7 @@ class Comparison:
         model: the model's name.
         found: the table.
         uniform: the uniform codecs made of the candidates.
-        losses: for each codec its loss on both texts; the table comes last.
-        sizes: bytes per token of each codec.
+        codecs: each codec's size, and its loss on both texts; the table comes last.
         plain: perplexity on the held-out text with an unquantised cache.
         tokens: tokens of both texts.
     """
@@ -44,15 +43,9 @@ class Comparison:
     model: str
     found: Found
     uniform: list[str]
-    losses: dict[str, tuple[Loss, Loss]]
-    sizes: dict[str, int]
+    codecs: dict[str, tuple[int, Loss, Loss]]
     plain: float
     tokens: tuple[int, int]
-
-    @property
-    def same_bytes(self) -> list[str]:
-        """The uniform codecs that take as many bytes as the table."""
-        return [name for name in self.uniform if self.sizes[name] == self.sizes[self.found.dtype]]
 
 
 @contextmanager
@@ -78,7 +71,17 @@ def run_search(args: argparse.Namespace, options: dict[str, Any], text: Text) ->
         compared.model,
         _measured(compared, text.name),
     )
-    print(report.as_json_line(_as_json(compared, path)) if args.json else _as_text(compared, path))
+    if not args.json:
+        print(_as_text(compared, path))
+        return 0
+    sizes = {name: size for name, (size, _, _) in compared.codecs.items()}
+    same = [name for name in compared.uniform if sizes[name] == sizes[compared.found.dtype]]
+    rows = [
+        {"kv_cache_dtype": name, "bytes_per_token": size, "text": asdict(ours), "held_out": asdict(theirs)}
+        for name, (size, ours, theirs) in compared.codecs.items()
+    ]
+    found = {"file": str(path), "bits": compared.found.bits, "same_bytes": same, "codecs": rows}
+    print(report.as_json_line({"calibrate": "search", "version": __version__, **found}))
     return 0
 
 
@@ -111,8 +114,7 @@ def _compare(args: argparse.Namespace, options: dict[str, Any], text: Text) -> C
             model=llm.core.config.model,
             found=found,
             uniform=uniform,
-            losses=losses,
-            sizes={name: seen.bytes_per_token(name) for name in losses},
+            codecs={name: (seen.bytes_per_token(name), *both) for name, both in losses.items()},
             plain=held.plain.perplexity,
             tokens=(seen.tokens, held.tokens),
         )
@@ -123,20 +125,6 @@ def _probe(runner: ModelRunner, pieces: list[list[int]]) -> Probe:
     return Probe(runner.model, lambda: make_backend(runner.attention.name, device), pieces, _BLOCK_SIZE)
 
 
-def _as_json(compared: Comparison, path: Path) -> dict[str, Any]:
-    rows = [
-        {
-            "kv_cache_dtype": name,
-            "bytes_per_token": compared.sizes[name],
-            "text": asdict(ours),
-            "held_out": asdict(theirs),
-        }
-        for name, (ours, theirs) in compared.losses.items()
-    ]
-    found = {"file": str(path), "bits": compared.found.bits, "same_bytes": compared.same_bytes, "codecs": rows}
-    return {"calibrate": "search", "version": __version__, **found}
-
-
 def _as_text(compared: Comparison, path: Path) -> str:
     found, (seen, held) = compared.found, compared.tokens
     heading = ("KV cache", "bytes a token", "KL", "KL held out", "perplexity held out", "top-1 held out")
@@ -144,13 +132,13 @@ def _as_text(compared: Comparison, path: Path) -> str:
     rows += [
         (
             "the table" if name == found.dtype and name not in compared.uniform else name,
-            str(compared.sizes[name]),
+            str(size),
             f"{ours.kl:.5f}",
             f"{theirs.kl:.5f}",
             f"{theirs.perplexity:.3f}",
             f"{100 * theirs.agreement:.1f} %",
         )
-        for name, (ours, theirs) in compared.losses.items()
+        for name, (size, ours, theirs) in compared.codecs.items()
     ]
     lines = [
         f"a table of {found.bits:.2f} bits a number; losses over {seen:,} tokens, {held:,} held out",
@@ -176,22 +164,22 @@ def _nearest(probe: Probe, dtype: str, known: list[str]) -> str | None:
 
 def _measured(compared: Comparison, text: str) -> list[str]:
     """Return the measurements as lines of TOML."""
-    found, sizes = compared.found, compared.sizes
+    found = compared.found
     lines = [
         f'text = "{text}"'.replace("\\", "\\\\"),
         f"tokens = {compared.tokens[0]}",
         f"tokens_held_out = {compared.tokens[1]}",
         f"bits = {found.bits:.4f}",
         f"predicted_kl = {found.predicted:.6f}",
-        f"bytes_per_token = {sizes[found.dtype]}",
+        f"bytes_per_token = {compared.codecs[found.dtype][0]}",
     ]
     lines += [
         f"added_kl_in_{name.replace('/', '_')} = [{', '.join(f'{cost[name]:.6f}' for cost in found.costs)}]"
         for name in list(found.costs[0])[1:]
     ]
-    for name, (ours, held) in compared.losses.items():
+    for name, (size, ours, held) in compared.codecs.items():
         title = "table" if name == found.dtype else name
-        lines += ["", f"[measured.{title}]", f"bytes_per_token = {sizes[name]}", f"kl = {ours.kl:.6f}"]
+        lines += ["", f"[measured.{title}]", f"bytes_per_token = {size}", f"kl = {ours.kl:.6f}"]
         lines += [f"kl_held_out = {held.kl:.6f}", f"perplexity_held_out = {held.perplexity:.4f}"]
         lines += [f"top1_held_out = {held.agreement:.4f}"]
     return lines
