@@ -6,6 +6,7 @@ import argparse
 from typing import Literal
 
 from octavo.config import MOST_THREADS
+from octavo.workloads.workload import LENGTH_FORMS
 
 INPUT_LEN, OUTPUT_LEN = "64", "128"
 
@@ -14,23 +15,6 @@ def add_json_option(parser: argparse.ArgumentParser, instead_of: str = "a table"
     """Add `--json`, which prints a line of JSON instead of tables."""
     parser.add_argument(
         "--json", action="store_true", help=f"print one JSON object on the last line instead of {instead_of}"
-    )
-
-
-def add_rate_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options for the arrival times of requests."""
-    group.add_argument(
-        "--request-rate",
-        type=float,
-        metavar="X",
-        help="requests per second, or inf (default: a trace's own arrival times, else inf)",
-    )
-    group.add_argument(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="how evenly requests arrive; 1: Poisson; below: in bursts; above: more evenly",
     )
 
 
@@ -44,8 +28,7 @@ def add_length_options(
         is_set: whether the defaults are set, or shown only.
     """
     for name, tokens, default in (("--input-len", "prompt", input_len), ("--output-len", "output", OUTPUT_LEN)):
-        forms = "128, uniform:16-512, lognormal:MEDIAN,SIGMA, or file:PATH to draw from the numbers in a file"
-        help = f"{tokens} tokens{of}: {forms} (default: {default})"
+        help = f"{tokens} tokens{of}: {LENGTH_FORMS} (default: {default})"
         group.add_argument(name, default=default if is_set else None, metavar="LENGTHS", help=help)
 
 

@@ -14,7 +14,7 @@ from octavo.option import Options, option
 from octavo.simulator.traffic import ClosedTraffic, OpenTraffic, Shape, Tenants, Traffic, drawn_shapes, trace_shapes
 from octavo.units import MILLISECONDS, SECONDS
 from octavo.workloads.traces import TraceRequest, read_trace
-from octavo.workloads.workload import Lengths, arrival_times
+from octavo.workloads.workload import LENGTH_FORMS, Lengths, arrival_times
 
 _speed = partial(option, group="how fast the server is (one of --speed, --plans, --machine)")
 _fleet = partial(option, group="servers")
@@ -22,7 +22,6 @@ _traffic = partial(option, group="traffic")
 _question = partial(option, group="questions")
 _lengths = partial(_traffic, metavar="LENGTHS")
 
-_FORMS = "128, uniform:16-512, lognormal:MEDIAN,SIGMA, or file:PATH to draw from the numbers in a file"
 _ANYBODY = Tenants()
 
 
@@ -133,8 +132,8 @@ class Demand(Options):
         least=0,
         needs="concurrency",
     )
-    input_len: str = _lengths("64", f"prompt tokens without a trace: {_FORMS}")
-    output_len: str = _lengths("128", f"output tokens without a trace: {_FORMS}")
+    input_len: str = _lengths("64", f"prompt tokens without a trace: {LENGTH_FORMS}")
+    output_len: str = _lengths("128", f"output tokens without a trace: {LENGTH_FORMS}")
     prefix_len: str | None = _lengths(None, "tokens of a shared prefix that each prompt begins with")
     num_prefixes: int = _traffic(
         1, "number of shared prefixes; the i-th is as frequent as 1/i", least=1, needs="prefix_len"

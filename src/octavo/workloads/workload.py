@@ -20,6 +20,9 @@ END_TOKEN_ID = 40_000
 
 NAMED_WORKLOADS = "single, uniformN, mixedN, sharedN, prefillN, sharegptN, alpacaN (N requests, as in mixed64)"
 
+LENGTH_FORMS = "128, uniform:16-512, lognormal:MEDIAN,SIGMA, or file:PATH to draw from the numbers in a file"
+"""What `Lengths.parse` reads, for help."""
+
 _DIALOGUES = {"sharegpt": (161.31, 1.2, 337.99, 0.9), "alpaca": (19.31, 0.6, 58.45, 0.9)}
 """Mean, and sigma of the logarithm, of prompt lengths and of output lengths. The means are those of the PagedAttention
 paper (Kwon et al. 2023, figure 11); it only plots the spread, so the sigmas are our own estimates."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.commands.bench.workload_options import Workload, add_workload_options, clip_to_model, load_requests
-from octavo.commands.common_options import add_json_option, add_rate_options
+from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_options, engine_argv, given_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -35,7 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="URL of a running server, which knows the model as --model (default: start one with the engine options)",
     )
     group.add_argument("--api-key", metavar="KEY", help="key to send as a bearer token")
-    add_rate_options(group)
+    group.add_argument(
+        "--request-rate",
+        type=float,
+        metavar="X",
+        help="requests per second, or inf (default: a trace's own arrival times, else inf)",
+    )
+    group.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="how evenly requests arrive; 1: Poisson; below: in bursts; above: more evenly",
+    )
     group.add_argument("--max-concurrency", type=int, metavar="N", help="maximum number of requests in flight")
     group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="timeout of a request")
     group.add_argument(
