@@ -8,7 +8,7 @@ import os
 
 from octavo.cluster.config import RouterConfig
 from octavo.commands.options import add_options, given_options
-from octavo.commands.settings import Settings
+from octavo.commands.settings import Settings, add_config_option
 from octavo.server.config import KEY_OPTIONS, ServerConfig
 from octavo.server.http.logs import configure_logging
 
@@ -28,12 +28,7 @@ _OF_SERVERS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="TOML file of options; default: $OCTAVO_CONFIG",
-    )
+    add_config_option(parser)
     add_options(parser, RouterConfig)
     add_options(parser, ServerConfig, omit=_OF_SERVERS)
 

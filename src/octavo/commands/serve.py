@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from octavo.checkpoint.model_source import load_model_config, model_of, tokenizer_of
 from octavo.commands.interrupt import Interrupt, remembered_interrupt
 from octavo.commands.options import add_options, given_options
-from octavo.commands.settings import Settings
+from octavo.commands.settings import Settings, add_config_option
 from octavo.commands.torch_start import collection_paused, import_torch_to_serve, load_torch_libraries
 from octavo.config import SERVER_DEFAULTS, EngineConfig
 from octavo.errors import ConfigError
@@ -33,12 +33,7 @@ in a TOML file (max_num_seqs = 64); flags override the environment, which overri
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="TOML file of options; default: $OCTAVO_CONFIG",
-    )
+    add_config_option(parser)
     add_options(parser, ServerConfig)
     add_options(parser, EngineConfig, positional_model=True)
 

@@ -8,6 +8,7 @@ flag  >  environment variable  >  file  >  default
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -160,6 +161,12 @@ class Settings:
         if any(name in options_of(config) for config in self._configs) and name not in self._options:
             return "; it is an option of servers only"
         return nearest_name
+
+
+def add_config_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--config`, the file of options."""
+    help = f"TOML file of options; default: ${CONFIG_VARIABLE}"
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=help)
 
 
 def _shown(option: Option, value: Any) -> Any:

@@ -22,6 +22,12 @@ from octavo.units import format_bytes
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one weight or activation. Cache sizes are in `kvcache/formats.py`."""
 
+
+def counted_dtype(option: str) -> str:
+    """Return the type in which weights and activations are counted for a `dtype` option; bfloat16 for auto."""
+    return option if option in DTYPE_BYTES else "bfloat16"
+
+
 WEIGHT_BITS: Mapping[str, float] = {
     "float32": 32,
     "bfloat16": 16,

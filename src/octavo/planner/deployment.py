@@ -16,6 +16,7 @@ from octavo.planner.calculator import (
     PoolSize,
     SequenceCost,
     block_tokens,
+    counted_dtype,
     weight_bytes,
 )
 from octavo.planner.draft_memory import DraftMemory, draft_memory
@@ -71,7 +72,7 @@ class Deployment:
 
     @property
     def dtype(self) -> str:
-        return "bfloat16" if self.options.dtype == "auto" else self.options.dtype
+        return counted_dtype(self.options.dtype)
 
     @property
     def kv_dtype(self) -> str:

@@ -11,7 +11,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.option import options_of
-from octavo.planner.calculator import DTYPE_BYTES, PoolSize, weight_bytes
+from octavo.planner.calculator import PoolSize, counted_dtype, weight_bytes
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide
 from octavo.planner.roofline import Machine, read_under, roofline, windows_of
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def dtype(self) -> str:
-        return self.config.dtype if self.config.dtype in DTYPE_BYTES else "bfloat16"
+        return counted_dtype(self.config.dtype)
 
     @property
     def kv_dtype(self) -> str:

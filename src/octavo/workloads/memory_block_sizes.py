@@ -23,9 +23,9 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.spec import KVCacheSpec
 from octavo.planner.calculator import (
-    DTYPE_BYTES,
     PoolSize,
     block_tokens,
+    counted_dtype,
     default_swap_blocks,
     pool_for_memory,
 )
@@ -72,7 +72,7 @@ class CacheBudget:
         max_model_len = config.max_model_len or min(limit, 2048)
         if max_model_len > limit:
             raise ConfigError(f"max_model_len is {max_model_len}, but {shape.name} supports at most {limit}")
-        kv_dtype = shape.kv_dtype(config.kv_cache_dtype, cost_dtype(config))
+        kv_dtype = shape.kv_dtype(config.kv_cache_dtype, counted_dtype(config.dtype))
         budget = cls(shape, kv_dtype, 0, max_model_len)
         reserved = budget.spec(CONTIGUOUS)
         one = len(reserved.groups) * reserved.block_bytes
@@ -169,7 +169,7 @@ def simulated_engine(
     pool = budget.pool(block_size, config)
     num_host_blocks = default_swap_blocks(config, spec, budget.max_model_len)
     kv = assemble_cache(config, spec, pool.num_blocks, num_host_blocks=num_host_blocks)
-    times = without_overlap(budget.shape, spec, cost_dtype(config), gb_s, gflop_s)
+    times = without_overlap(budget.shape, spec, counted_dtype(config.dtype), gb_s, gflop_s)
     speed = Preemption(times.product_seconds(1), times.per_moved_block)
     return SimulatedEngine(assemble_scheduler(config, kv, budget.max_model_len, preemption=speed), times)
 
@@ -245,8 +245,3 @@ def play(engine: BenchEngine, requests: Sequence[BenchRequest], budget: CacheBud
         preemptions=scheduler.counters.num_preemptions - preemptions,
         recomputed_tokens=scheduler.counters.recomputed_tokens - recomputed,
     )
-
-
-def cost_dtype(config: EngineConfig) -> str:
-    """Return the dtype of the weights that a simulated step reads."""
-    return config.dtype if config.dtype in DTYPE_BYTES else "bfloat16"

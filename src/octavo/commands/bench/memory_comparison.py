@@ -14,6 +14,7 @@ from octavo.commands.options import given_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
+from octavo.planner.calculator import counted_dtype
 from octavo.planner.roofline import without_overlap
 from octavo.planner.sources import find_shape
 from octavo.workloads import memory_report, report, traces, workload
@@ -23,7 +24,6 @@ from octavo.workloads.memory_block_sizes import (
     BlockSize,
     CacheBudget,
     Played,
-    cost_dtype,
     play,
     real_engine,
     simulated_engine,
@@ -63,7 +63,9 @@ class _Bench:
 
     def with_codec(self, name: str) -> _Bench:
         """Return the same comparison with another codec of the KV cache."""
-        dtype = self.budget.shape.kv_dtype(self.config(kv_cache_dtype=name).kv_cache_dtype, cost_dtype(self.config()))
+        dtype = self.budget.shape.kv_dtype(
+            self.config(kv_cache_dtype=name).kv_cache_dtype, counted_dtype(self.config().dtype)
+        )
         options = {**self.options, "kv_cache_dtype": name}
         return replace(self, budget=replace(self.budget, kv_dtype=dtype), options=options)
 
@@ -121,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _step_cost(budget: CacheBudget, config: EngineConfig, speeds: tuple[float, float]) -> dict[str, float]:
     """Return the costs of a simulated step for the report: seconds per step, per new token and per byte of context."""
-    times = without_overlap(budget.shape, budget.spec(_PAGED), cost_dtype(config), *speeds)
+    times = without_overlap(budget.shape, budget.spec(_PAGED), counted_dtype(config.dtype), *speeds)
     return {"step_s": times.base, "token_s": times.product_seconds(1), "context_byte_s": 1 / speeds[0] / 1e9}
 
 
