@@ -341,13 +341,13 @@ def test_a_bad_argument_is_a_value_error_with_the_numbers(call: Callable[..., An
 
 
 @pytest.mark.parametrize(("base", "num_escapes"), [(-1, 0), (241, 0), (120, -1), (120, 2**61 - 8), (120, 8 * 4 + 1)])
-def test_a_plan_of_coding_that_no_weight_can_have_is_refused(base: int, num_escapes: int) -> None:
+def test_a_plan_of_compression_that_no_weight_can_have_is_refused(base: int, num_escapes: int) -> None:
     weight = PackedWeight.pack(bf16(8, 4))
-    _, _, nbytes = native.plan_coding(weight.packed, 8, 4)
+    _, _, nbytes = native.plan_compression(weight.packed, 8, 4)
     # The bytes that the plan asks for, in 64 bits that wrap around.
     out = torch.zeros((nbytes + num_escapes * 8) % 2**64, dtype=torch.uint8)
     with pytest.raises(ValueError, match=f"cannot be compressed from exponent {base} with {num_escapes} escapes"):
-        native.encode(weight.packed, 8, 4, base, num_escapes, out)
+        native.compress(weight.packed, 8, 4, base, num_escapes, out)
 
 
 tiles = pytest.mark.parametrize("level", [level for level in LEVELS if level.startswith("amx")])
