@@ -90,13 +90,13 @@ struct Kernels {
     int64_t (*list_between)(const float* x, int64_t count, float least, float beyond, int32_t* places);
     void (*quantise_rows[kNumStorages])(const QuantLayout&, const char* const* rows, int count, int width,
                                         const QuantRows&);
+    int quant_rows, gemm_rows;                   // most rows in a group of quants, of floats
     ProductKernel* multiply[kNumWeightFormats];  // quantised weights as integers
-    int quant_rows, gemm_rows[kNumStorages];  // most rows in a group
-    // For levels with tiles (tile_gemm.h), which multiply bf16 in any case; otherwise null, and tile_units is 1.
-    void (*pack_tile_rows)(const char* const* rows, int64_t count, int64_t row_bytes, uint32_t* packed);
-    ProductKernel* multiply_in_tiles[kNumWeightFormats];
-    int tile_units;
-    int64_t gemm_quant_rows;  // fewest rows for which quantised weights are multiplied faster in tiles
+    // For levels with tiles (tile_gemm.h), which multiply bf16 in any case.
+    void (*pack_tile_rows)(const char* const* rows, int64_t count, int64_t row_bytes, uint32_t* packed) = nullptr;
+    ProductKernel* multiply_in_tiles[kNumWeightFormats] = {};
+    int tile_units = 1;
+    int64_t gemm_quant_rows = 0;  // fewest rows for which quantised weights are multiplied faster in tiles
 };
 
 extern const Kernels kKernelsPortable, kKernelsAmxEmulated, kKernelsAvx2, kKernelsAvx2Vnni, kKernelsAvx512,

@@ -122,7 +122,7 @@ class Product {
         }
         task_.groups = RowGroups(rows, quantises   ? level_.quant_rows
                                        : in_tiles_ ? kTileGroupRows
-                                                   : level_.gemm_rows[storage]);
+                                                   : level_.gemm_rows);
         task_.out = out;
         if (quantises) {
             task_.units = static_cast<int>(weight.inputs / kSectionInputs);

@@ -51,7 +51,7 @@ inline Visible visible_tokens(const AttendTask& task, int begin, int first_row, 
 
 // Notes the sum of a row's weights for each 16 tokens of which it sees some.
 template <class Weights>
-inline void note_mass(const AttendTask& task, int begin, int row, TokenRange seen, float row_max,
+inline void record_mass(const AttendTask& task, int begin, int row, TokenRange seen, float row_max,
                       const Weights& weights) {
     RowMass* mass = task.mass + row * task.mass_stride + begin / 16;
     for (int v = 0; v < kVectors; ++v)
@@ -67,9 +67,9 @@ inline void note_mass(const AttendTask& task, int begin, int row, TokenRange see
 // sums, which are floating-point numbers, a common factor makes no difference. Following every growth would rescale
 // the states about three times in eight spans, after branches that cannot be predicted.
 template <Storage S, class Score, class Meanwhile, class Weigh>
-[[gnu::always_inline]] inline bool soften_rows(const AttendTask& task, int begin, const Visible& visible, int first_row,
-                                               int count, const Rows& rows, float* rescales, const Score& score,
-                                               const Meanwhile& meanwhile, const Weigh& weigh) {
+[[gnu::always_inline]] inline bool softmax_rows(const AttendTask& task, int begin, const Visible& visible,
+                                                int first_row, int count, const Rows& rows, float* rescales,
+                                                const Score& score, const Meanwhile& meanwhile, const Weigh& weigh) {
     // Without a cap, scores are scaled together with the subtraction of the maximum: scaling and rounding keep their
     // order, so the maximum can be found first.
     const float cap = task.softcap * kLog2E, into_cap = task.scale / task.softcap;
@@ -114,7 +114,7 @@ template <Storage S, class Score, class Meanwhile, class Weigh>
         }
         const F16 less = F16::set1(-row_max);
         if (task.mass) [[unlikely]]
-            note_mass(task, begin, rows.first + first_row + r, seen, row_max,
+            record_mass(task, begin, rows.first + first_row + r, seen, row_max,
                       [&](int v) { return exp2_weight<S>(fma(s[v], still, less)); });
         OCTAVO_UNROLL for (int v = 0; v < kVectors; v += 2)
             weigh(r, v, exp2_weight<S>(fma(s[v], still, less)), exp2_weight<S>(fma(s[v + 1], still, less)),

@@ -20,7 +20,7 @@ namespace octavo::OCTAVO_LEVEL {
         float* row_sum = rows.sum(first + r);
         fma(F16::load(row_sum), F16::set1(factor), sum).store(row_sum);
     };
-    soften_rows<kF32>(task, begin, visible, first, count, rows, rescale, score, [](int) {}, weigh);
+    softmax_rows<kF32>(task, begin, visible, first, count, rows, rescale, score, [](int) {}, weigh);
 }
 
 // One span for rows [first, first + count) of a head.
@@ -29,7 +29,7 @@ inline void coded_rows(const AttendTask& task, const SpanPair& spans, int head, 
     const LayerKV& kv = *task.kv;
     const Visible visible = visible_tokens(task, spans.now.begin, first, count);
     if (visible.nothing()) return;
-    for (int v = visible.first_vector; v < visible.end_vector; ++v) ask_fields(spans.next, v);
+    for (int v = visible.first_vector; v < visible.end_vector; ++v) prefetch_fields(spans.next, v);
     const int row = head * task.rows_per_head() + first;
     with_code(kv.key_side.code, [&](auto code) {
         with_constant<kMaxRows>(count, [&](auto constant) {
@@ -66,8 +66,8 @@ struct CodedRowPasses {
             const uint32_t* of_head = scratch.query + head * num_rows * task.kv->key_units;
             const int units = coded_query_units(*task.kv);
             each_group(num_rows, units, of_head, [&](int first, int count, const uint32_t* query) {
-                const SpanPair asked{spans.now, first ? spans.now : spans.next};  // prefetching once is enough
-                coded_rows(task, asked, head, first, count, query, rows.from(head * num_rows), scratch);
+                const SpanPair prefetched{spans.now, first ? spans.now : spans.next};  // prefetching once is enough
+                coded_rows(task, prefetched, head, first, count, query, rows.from(head * num_rows), scratch);
             });
         });
     }

@@ -42,7 +42,7 @@ template <Code C> inline F16 decode16(const char* p) {
         return load_e5m2(bytes);
 }
 
-inline void ask_fields(const Span& span, int v) {
+inline void prefetch_fields(const Span& span, int v) {
     for (int f = 0; f < 2; ++f) {
         if (span.key_field[v][f]) __builtin_prefetch(span.key_field[v][f], 0, 2);
         if (span.value_field[v][f]) __builtin_prefetch(span.value_field[v][f], 0, 2);

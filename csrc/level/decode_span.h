@@ -109,7 +109,7 @@ inline void decode_to_plain(const LayerKV& kv, const SpanPair& spans, const Visi
                             uint32_t* values) {
     const Span &now = spans.now, &next = spans.next;
     for (int v = visible.first_vector; v < visible.end_vector; ++v) {
-        ask_fields(next, v);
+        prefetch_fields(next, v);
         with_code(kv.key_side.code, [&](auto code) {
             decode_keys_to_pairs<code>(now.key[v], next.key[v], now.key_field[v][1], kv.key_units,
                                        keys + v * int64_t{kv.key_units} * 8);

@@ -61,7 +61,7 @@ inline void load_rounded_query(const AttendTask& task, int head, int row, bf16* 
         }
         store_both(low, high, reinterpret_cast<bf16*>(scratch.weights + r * kSpan) + v * 16);
     };
-    soften_rows<kBf16>(task, begin, visible, first, count, rows, rescale, score_of, [](int) {}, weigh_two);
+    softmax_rows<kBf16>(task, begin, visible, first, count, rows, rescale, score_of, [](int) {}, weigh_two);
     for (int r = 0; r < count; ++r) {
         float* sum = rows.sum(first + r);
         fma(F16::load(sum), F16::set1(rescale[r]), sums[r]).store(sum);

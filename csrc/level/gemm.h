@@ -20,7 +20,7 @@
 namespace octavo::OCTAVO_LEVEL {
 
 // Prefetches the next panel while groups read the current one, an equal part at each of their steps: if the last group
-// asked for all of it, more lines would be in flight than a core has buffers for.
+// prefetched all of it, more lines would be in flight than a core has buffers for.
 class PanelPrefetch {
   public:
     PanelPrefetch(int64_t bytes, int64_t steps, int64_t groups)

@@ -15,73 +15,65 @@
 #include "level/tile_quant.h"
 #endif
 
-namespace octavo {
+namespace octavo::OCTAVO_LEVEL {
 
-static_assert(OCTAVO_LEVEL::kGemmRows <= OCTAVO_LEVEL::kMostInterleavedRows);
+static_assert(kGemmRows <= kMostInterleavedRows);
 
 // In the order of WeightFormat.
 #define OCTAVO_QUANTISED(kernel)                                                                                    \
     kernel<WeightFormat::q4_0>, kernel<WeightFormat::q4_1>, kernel<WeightFormat::q5_0>, kernel<WeightFormat::q5_1>, \
         kernel<WeightFormat::q8_0>, kernel<WeightFormat::q2_k>, kernel<WeightFormat::q3_k>,                         \
-        kernel<WeightFormat::q4_k>, kernel<WeightFormat::q5_k>, kernel<WeightFormat::q6_k>, \
+        kernel<WeightFormat::q4_k>, kernel<WeightFormat::q5_k>, kernel<WeightFormat::q6_k>,                         \
         kernel<WeightFormat::iq4_nl>, kernel<WeightFormat::iq4_xs>, kernel<WeightFormat::mxfp4>
 // In the order of NormKind.
-#define OCTAVO_NORMS(x, others)                                                                              \
-    {OCTAVO_LEVEL::normalise<x, others, kRmsNorm>, OCTAVO_LEVEL::normalise<x, others, kRmsNormRoundedOnce>, \
-     OCTAVO_LEVEL::normalise<x, others, kLayerNorm>, OCTAVO_LEVEL::normalise<x, others, kNoNorm>}
+#define OCTAVO_NORMS(x, others)                                                        \
+    {normalise<x, others, kRmsNorm>, normalise<x, others, kRmsNormRoundedOnce>,        \
+     normalise<x, others, kLayerNorm>, normalise<x, others, kNoNorm>}
+// In the order of Activation.
+#define OCTAVO_ACTIVATIONS(kernel, storage)                                                               \
+    {kernel<storage, kSilu>, kernel<storage, kGeluTanh>, kernel<storage, kGelu>, kernel<storage, kRelu>, \
+     kernel<storage, kRelu2>}
 
-extern const Kernels OCTAVO_TABLE;
-const Kernels OCTAVO_TABLE = {
+constexpr Kernels kTable = {
     .name = OCTAVO_NAME,
-    .attend = OCTAVO_LEVEL::attend,
-    .merge = OCTAVO_LEVEL::merge,
-    .rope_write = {OCTAVO_LEVEL::rope_write<kBf16>, OCTAVO_LEVEL::rope_write<kF32>},
-    .bound_keys = {OCTAVO_LEVEL::bound_keys<kBf16>, OCTAVO_LEVEL::bound_keys<kF32>},
-    .score_bounds = {OCTAVO_LEVEL::score_bounds<kBf16>, OCTAVO_LEVEL::score_bounds<kF32>},
+    .attend = attend,
+    .merge = merge,
+    .rope_write = {rope_write<kBf16>, rope_write<kF32>},
+    .bound_keys = {bound_keys<kBf16>, bound_keys<kF32>},
+    .score_bounds = {score_bounds<kBf16>, score_bounds<kF32>},
     .normalise = {{OCTAVO_NORMS(kBf16, kBf16), {}}, {OCTAVO_NORMS(kF32, kBf16), OCTAVO_NORMS(kF32, kF32)}},
-    .gated = {{OCTAVO_LEVEL::gated<kBf16, kSilu>, OCTAVO_LEVEL::gated<kBf16, kGeluTanh>,
-               OCTAVO_LEVEL::gated<kBf16, kGelu>, OCTAVO_LEVEL::gated<kBf16, kRelu>,
-               OCTAVO_LEVEL::gated<kBf16, kRelu2>},
-              {OCTAVO_LEVEL::gated<kF32, kSilu>, OCTAVO_LEVEL::gated<kF32, kGeluTanh>,
-               OCTAVO_LEVEL::gated<kF32, kGelu>, OCTAVO_LEVEL::gated<kF32, kRelu>,
-               OCTAVO_LEVEL::gated<kF32, kRelu2>}},
-    .activate = {{OCTAVO_LEVEL::activate<kBf16, kSilu>, OCTAVO_LEVEL::activate<kBf16, kGeluTanh>,
-                  OCTAVO_LEVEL::activate<kBf16, kGelu>, OCTAVO_LEVEL::activate<kBf16, kRelu>,
-                  OCTAVO_LEVEL::activate<kBf16, kRelu2>},
-                 {OCTAVO_LEVEL::activate<kF32, kSilu>, OCTAVO_LEVEL::activate<kF32, kGeluTanh>,
-                  OCTAVO_LEVEL::activate<kF32, kGelu>, OCTAVO_LEVEL::activate<kF32, kRelu>,
-                  OCTAVO_LEVEL::activate<kF32, kRelu2>}},
-    .add = {{OCTAVO_LEVEL::add<kBf16, kBf16>, nullptr},
-            {OCTAVO_LEVEL::add<kF32, kBf16>, OCTAVO_LEVEL::add<kF32, kF32>}},
-    .scale = {OCTAVO_LEVEL::scale<kBf16>, OCTAVO_LEVEL::scale<kF32>},
-    .weighted_sum = {OCTAVO_LEVEL::weighted_sum<kBf16>, OCTAVO_LEVEL::weighted_sum<kF32>},
-    .softcap = OCTAVO_LEVEL::softcap,
-    .argmax = {OCTAVO_LEVEL::argmax<kBf16>, OCTAVO_LEVEL::argmax<kF32>},
-    .block_maxima = OCTAVO_LEVEL::block_maxima,
-    .vocab_masses = OCTAVO_LEVEL::vocab_masses,
-    .count_above = OCTAVO_LEVEL::count_above,
-    .mass_from = OCTAVO_LEVEL::mass_from,
-    .list_between = OCTAVO_LEVEL::list_between,
-    .quantise_rows = {OCTAVO_LEVEL::quantise_rows<kBf16>, OCTAVO_LEVEL::quantise_rows<kF32>},
+    .gated = {OCTAVO_ACTIVATIONS(gated, kBf16), OCTAVO_ACTIVATIONS(gated, kF32)},
+    .activate = {OCTAVO_ACTIVATIONS(activate, kBf16), OCTAVO_ACTIVATIONS(activate, kF32)},
+    .add = {{add<kBf16, kBf16>, nullptr}, {add<kF32, kBf16>, add<kF32, kF32>}},
+    .scale = {scale<kBf16>, scale<kF32>},
+    .weighted_sum = {weighted_sum<kBf16>, weighted_sum<kF32>},
+    .softcap = softcap,
+    .argmax = {argmax<kBf16>, argmax<kF32>},
+    .block_maxima = block_maxima,
+    .vocab_masses = vocab_masses,
+    .count_above = count_above,
+    .mass_from = mass_from,
+    .list_between = list_between,
+    .quantise_rows = {quantise_rows<kBf16>, quantise_rows<kF32>},
+    .quant_rows = kQuantRows,
+    .gemm_rows = kGemmRows,
 #ifdef OCTAVO_TILES
-    .multiply = {nullptr, OCTAVO_LEVEL::gemm<kF32>, nullptr,
-                 OCTAVO_QUANTISED(OCTAVO_LEVEL::quant_linear)},
-    .quant_rows = OCTAVO_LEVEL::kQuantRows,
-    .gemm_rows = {OCTAVO_LEVEL::kGemmRows, OCTAVO_LEVEL::kGemmRows},
-    .pack_tile_rows = OCTAVO_LEVEL::pack_tile_rows,
-    .multiply_in_tiles = OCTAVO_TILE_PRODUCTS,
-    .tile_units = OCTAVO_LEVEL::kTileUnits,
-    .gemm_quant_rows = OCTAVO_LEVEL::kGemmQuantRows,
+    .multiply = {nullptr, gemm<kF32>, nullptr, OCTAVO_QUANTISED(quant_linear)},
+    .pack_tile_rows = pack_tile_rows,
+    .multiply_in_tiles = {multiply_in_tiles<StoredPanels>, nullptr, multiply_in_tiles<DecompressedPanels>,
+                          OCTAVO_QUANTISED(multiply_quants_in_tiles)},
+    .tile_units = kTileUnits,
+    .gemm_quant_rows = kGemmQuantRows,
 #else
-    .multiply = {OCTAVO_LEVEL::gemm<kBf16>, OCTAVO_LEVEL::gemm<kF32>, OCTAVO_LEVEL::gemm_compressed,
-                 OCTAVO_QUANTISED(OCTAVO_LEVEL::quant_linear)},
-    .quant_rows = OCTAVO_LEVEL::kQuantRows,
-    .gemm_rows = {OCTAVO_LEVEL::kGemmRows, OCTAVO_LEVEL::kGemmRows},
-    .pack_tile_rows = nullptr,
-    .multiply_in_tiles = {},
-    .tile_units = 1,
-    .gemm_quant_rows = 0,
+    .multiply = {gemm<kBf16>, gemm<kF32>, gemm_compressed, OCTAVO_QUANTISED(quant_linear)},
 #endif
 };
+
+}  // namespace octavo::OCTAVO_LEVEL
+
+namespace octavo {
+
+extern const Kernels OCTAVO_TABLE;
+constinit const Kernels OCTAVO_TABLE = OCTAVO_LEVEL::kTable;
 
 }  // namespace octavo

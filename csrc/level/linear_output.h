@@ -10,8 +10,8 @@ namespace octavo::OCTAVO_LEVEL {
 template <class T> inline void store_sixteen(const LinearOutput& out, int64_t row, int64_t column, F16 sum) {
     const int64_t count = out.width - column;
     if (count <= 0) return;
-    if (out.bias) sum = sum + load_some(reinterpret_cast<const T*>(out.bias) + column, count);
-    store_some(sum, reinterpret_cast<T*>(out.base + row * out.stride) + column, count);
+    if (out.bias) sum = sum + load_partial(reinterpret_cast<const T*>(out.bias) + column, count);
+    store_partial(sum, reinterpret_cast<T*>(out.base + row * out.stride) + column, count);
 }
 
 // (up + 1) * gate * sigmoid(1.702 gate) of clamped gates and ups, rounded once.

@@ -29,10 +29,10 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-constexpr int kLinesAskedTwice = 16;  // cache lines per row
+constexpr int kLinesPrefetchedTwice = 16;  // cache lines per row
 
 // scores[r][v * 16 ..] for rows [0, R) and vectors [first, first + N).
-template <Storage S, int R, int N, bool Ask>
+template <Storage S, int R, int N, bool Prefetch>
 inline void score_pass(const LayerKV& kv, const SpanPair& spans, int first, const uint32_t* query, float* scores) {
     F16 acc[R][N];
     OCTAVO_UNROLL for (int r = 0; r < R; ++r)
@@ -43,7 +43,7 @@ inline void score_pass(const LayerKV& kv, const SpanPair& spans, int first, cons
         U16 k[N];
         OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
             k[n] = U16::load(spans.now.key[first + n] + at);
-            if constexpr (Ask) __builtin_prefetch(spans.next.key[first + n] + at, 0, 2);
+            if constexpr (Prefetch) __builtin_prefetch(spans.next.key[first + n] + at, 0, 2);
         }
         OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
             const U16 q = U16::set1(query[r]);
@@ -56,7 +56,7 @@ inline void score_pass(const LayerKV& kv, const SpanPair& spans, int first, cons
 
 // values[r][d ..] = values[r][d ..] * rescale[r] + weights[r] . V over units [begin_unit, end_unit) of the span. Every
 // row must see all of them. Without `rescale` all factors are 1.
-template <Storage S, int R, int N, bool Ask>
+template <Storage S, int R, int N, bool Prefetch>
 inline void value_pass(const LayerKV& kv, const SpanPair& spans, int begin_unit, int end_unit, int dim,
                        const uint32_t* weights, const float* rescale, const Rows& rows, int first_row) {
     F16 acc[R][N];
@@ -78,7 +78,7 @@ inline void value_pass(const LayerKV& kv, const SpanPair& spans, int begin_unit,
             U16 loaded[N];
             OCTAVO_UNROLL for (int n = 0; n < N; ++n) {
                 loaded[n] = U16::load(v + n * 64);
-                if constexpr (Ask) __builtin_prefetch(next + n * 64, 0, 2);
+                if constexpr (Prefetch) __builtin_prefetch(next + n * 64, 0, 2);
             }
             OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
                 const U16 w = U16::set1(weights[r * kSpan + unit]);
@@ -91,11 +91,11 @@ inline void value_pass(const LayerKV& kv, const SpanPair& spans, int begin_unit,
 }
 
 // The same for all dimensions.
-template <Storage S, int R, bool Ask>
+template <Storage S, int R, bool Prefetch>
 [[gnu::noinline]] void all_values(const LayerKV& kv, const SpanPair& spans, int begin_unit, int end_unit,
                                   const uint32_t* weights, const float* rescale, const Rows& rows, int first_row) {
     each_vectors<kVectorsPerPass>(kv.value_dim, [&](int dim, auto vectors) {
-        value_pass<S, R, vectors, Ask>(kv, spans, begin_unit, end_unit, dim, weights, rescale, rows, first_row);
+        value_pass<S, R, vectors, Prefetch>(kv, spans, begin_unit, end_unit, dim, weights, rescale, rows, first_row);
     });
 }
 
@@ -120,26 +120,26 @@ template <Storage S>
 }
 
 // Scores of rows [0, R) over a span.
-template <Storage S, int R, bool Ask>
+template <Storage S, int R, bool Prefetch>
 inline void score_rows(const LayerKV& kv, const SpanPair& spans, const Visible& visible, const uint32_t* query,
                        float* scores) {
     // One vector takes half as long as all four: its sums wait for each other.
     if (kVectorsPerPass == kVectors && visible.end_vector - visible.first_vector > 1)
-        return score_pass<S, R, kVectors, Ask>(kv, spans, 0, query, scores);
+        return score_pass<S, R, kVectors, Prefetch>(kv, spans, 0, query, scores);
     for (int v = visible.first_vector; v < visible.end_vector; ++v)
-        score_pass<S, R, 1, Ask>(kv, spans, v, query, scores);
+        score_pass<S, R, 1, Prefetch>(kv, spans, v, query, scores);
 }
 
-// From scratch.scores to scratch.weights; adds the weights as rounded to the rows' sums. Returns what soften_rows does.
-template <Storage S, bool Ask>
+// From scratch.scores to scratch.weights; adds the weights as rounded to the rows' sums. Returns as softmax_rows does.
+template <Storage S, bool Prefetch>
 [[gnu::noinline]] bool weigh_rows(const AttendTask& task, const SpanPair& spans, const Visible& visible, int first_row,
                                   int count, const Rows& rows, AttendScratch& scratch, float* rescales) {
     const U16 ones = U16::set1(S == kBf16 ? 0x3f803f80 : 0x3f800000);
     F16 sum;
     const auto score = [&](int r, int v) { return F16::load(scratch.scores + r * kSpan + v * 16); };
-    const auto ask = [&](int r) {
-        if constexpr (Ask)
-            for (int line = 0; line < kLinesAskedTwice; ++line)
+    const auto prefetch = [&](int r) {
+        if constexpr (Prefetch)
+            for (int line = 0; line < kLinesPrefetchedTwice; ++line)
                 __builtin_prefetch(spans.next.value[line % kVectors] + (r * 4 + line / kVectors) * 64, 0, 2);
     };
     const auto weigh = [&](int r, int v, F16 low, F16 high, float rescale) {
@@ -151,12 +151,12 @@ template <Storage S, bool Ask>
         float* row_sum = rows.sum(first_row + r);
         fma(F16::load(row_sum), F16::set1(rescale), sum).store(row_sum);
     };
-    return soften_rows<S>(task, spans.now.begin, visible, first_row, count, rows, rescales, score, ask, weigh);
+    return softmax_rows<S>(task, spans.now.begin, visible, first_row, count, rows, rescales, score, prefetch, weigh);
 }
 
 // Adds the weighted values of a span that not all rows see: units that all of them see together, and what a row sees
 // before and after these row by row.
-template <Storage S, int R, bool Ask>
+template <Storage S, int R, bool Prefetch>
 [[gnu::noinline]] void add_visible_values(const AttendTask& task, const SpanPair& spans, int first_row,
                                           const Rows& rows, const uint32_t* weights, float* rescale) {
     const LayerKV& kv = *task.kv;
@@ -171,23 +171,23 @@ template <Storage S, int R, bool Ask>
         rescale[r] = 1.0f;
     };
     for (int r = 0; r < R; ++r) edge(r, {seen[r].low, min(seen[r].high, begin_unit * pair)});
-    all_values<S, R, Ask>(kv, spans, begin_unit, end_unit, weights, rescale, rows, first_row);
+    all_values<S, R, Prefetch>(kv, spans, begin_unit, end_unit, weights, rescale, rows, first_row);
     for (int r = 0; r < R; ++r) rescale[r] = 1.0f;
     for (int r = 0; r < R; ++r) edge(r, {max(seen[r].low, end_unit * pair), seen[r].high});
 }
 
 // One span for rows [first_row, first_row + R): scores, new maximum, weights, weighted values.
-template <Storage S, int R, bool Ask>
+template <Storage S, int R, bool Prefetch>
 void span_rows(const AttendTask& task, const SpanPair& spans, const Visible& visible, int first_row,
                const uint32_t* query, const Rows& rows, AttendScratch& scratch) {
     float rescale[R];
-    score_rows<S, R, Ask>(*task.kv, spans, visible, query, scratch.scores);
-    const bool rescales = weigh_rows<S, Ask>(task, spans, visible, first_row, R, rows, scratch, rescale);
+    score_rows<S, R, Prefetch>(*task.kv, spans, visible, query, scratch.scores);
+    const bool rescales = weigh_rows<S, Prefetch>(task, spans, visible, first_row, R, rows, scratch, rescale);
     if (visible.all)
-        all_values<S, R, Ask>(*task.kv, spans, 0, kSpan / kPair<S>, scratch.weights, rescales ? rescale : nullptr, rows,
-                              first_row);
+        all_values<S, R, Prefetch>(*task.kv, spans, 0, kSpan / kPair<S>, scratch.weights,
+                                   rescales ? rescale : nullptr, rows, first_row);
     else
-        add_visible_values<S, R, Ask>(task, spans, first_row, rows, scratch.weights, rescale);
+        add_visible_values<S, R, Prefetch>(task, spans, first_row, rows, scratch.weights, rescale);
 }
 
 // One KV head's rows over one span after the other.
@@ -218,8 +218,8 @@ template <Storage S> struct RowPasses {
     }
 
   private:
-    template <bool Ask, class... Arguments> static void pass(int count, Arguments&&... arguments) {
-        with_constant<kMaxRows>(count, [&](auto constant) { span_rows<S, constant, Ask>(arguments...); });
+    template <bool Prefetch, class... Arguments> static void pass(int count, Arguments&&... arguments) {
+        with_constant<kMaxRows>(count, [&](auto constant) { span_rows<S, constant, Prefetch>(arguments...); });
     }
 };
 

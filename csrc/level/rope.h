@@ -25,10 +25,10 @@ template <class T> inline void rotate(T* head, const float* cos, const float* si
     const int half = rotary_dim / 2;
     for (int i = 0; i < half; i += 16) {
         const int count = half - i;
-        const F16 a = load_some(head + i, count), b = load_some(head + half + i, count);
-        const F16 c = load_some(cos + i, count), s = load_some(sin + i, count);
-        store_some(a * c - b * s, head + i, count);
-        store_some(fma(a, s, b * c), head + half + i, count);
+        const F16 a = load_partial(head + i, count), b = load_partial(head + half + i, count);
+        const F16 c = load_partial(cos + i, count), s = load_partial(sin + i, count);
+        store_partial(a * c - b * s, head + i, count);
+        store_partial(fma(a, s, b * c), head + half + i, count);
     }
 }
 

@@ -9,19 +9,19 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-inline F16 load_some(const float* p, int64_t count) {
+inline F16 load_partial(const float* p, int64_t count) {
     if (count >= 16) return F16::load(p);
     float padded[16] = {};
     for (int i = 0; i < count; ++i) padded[i] = p[i];
     return F16::load(padded);
 }
-inline F16 load_some(const bf16* p, int64_t count) {
+inline F16 load_partial(const bf16* p, int64_t count) {
     if (count >= 16) return F16::load(p);
     bf16 padded[16] = {};
     for (int i = 0; i < count; ++i) padded[i] = p[i];
     return F16::load(padded);
 }
-template <class T> inline void store_some(F16 x, T* p, int64_t count) {
+template <class T> inline void store_partial(F16 x, T* p, int64_t count) {
     if (count >= 16) return x.store(p);
     T padded[16];
     x.store(padded);
@@ -46,13 +46,13 @@ void normalise(char* x_bytes, const char* y_bytes, const NormWeights& norm, char
     auto* out = reinterpret_cast<T*>(out_bytes);
     F16 sums[2] = {F16::zero(), F16::zero()}, squares[2] = {F16::zero(), F16::zero()};
     for (int i = 0; i < width; i += 16) {
-        F16 v = load_some(x + i, width - i);
+        F16 v = load_partial(x + i, width - i);
         if (y) {
-            v = round_through<Element<X>>(v + load_some(y + i, width - i));
-            store_some(v, x + i, width - i);
+            v = round_through<Element<X>>(v + load_partial(y + i, width - i));
+            store_partial(v, x + i, width - i);
         }
         if constexpr (K == kNoNorm)
-            store_some(v, out + i, width - i);
+            store_partial(v, out + i, width - i);
         else if constexpr (K == kLayerNorm)
             sums[i / 16 % 2] = sums[i / 16 % 2] + v;
         else
@@ -62,20 +62,20 @@ void normalise(char* x_bytes, const char* y_bytes, const NormWeights& norm, char
     const F16 mean = F16::set1(reduce_add(sums[0] + sums[1]) / static_cast<float>(width));
     if constexpr (K == kLayerNorm)
         for (int i = 0; i < width; i += 16) {
-            F16 v = load_some(x + i, width - i) - mean;
+            F16 v = load_partial(x + i, width - i) - mean;
             if (width - i < 16) v = keep_lanes(v, 0, width - i, F16::zero());
             squares[i / 16 % 2] = fma(v, v, squares[i / 16 % 2]);
         }
     const float variance = reduce_add(squares[0] + squares[1]) / static_cast<float>(width);
     const F16 factor = F16::set1(1.0f / __builtin_sqrtf(variance + norm.eps));
     for (int i = 0; i < width; i += 16) {
-        F16 v = load_some(x + i, width - i);
+        F16 v = load_partial(x + i, width - i);
         if constexpr (K == kLayerNorm) v = v - mean;
         v = v * factor;
         if constexpr (K == kRmsNorm) v = round_through<Element<X>>(v);
-        v = v * load_some(weight + i, width - i);
-        if (K == kLayerNorm && norm.bias) v = v + load_some(norm.bias + i, width - i);
-        store_some(v, out + i, width - i);
+        v = v * load_partial(weight + i, width - i);
+        if (K == kLayerNorm && norm.bias) v = v + load_partial(norm.bias + i, width - i);
+        store_partial(v, out + i, width - i);
     }
 }
 
@@ -112,27 +112,28 @@ void gated(const char* gate_bytes, const char* up_bytes, char* out_bytes, int64_
     const auto *gate = reinterpret_cast<const T*>(gate_bytes), *up = reinterpret_cast<const T*>(up_bytes);
     auto* out = reinterpret_cast<T*>(out_bytes);
     for (int64_t i = 0; i < width; i += 16) {
-        const F16 activated = round_through<T>(activate<A>(load_some(gate + i, width - i)));
-        store_some(activated * load_some(up + i, width - i), out + i, width - i);
+        const F16 activated = round_through<T>(activate<A>(load_partial(gate + i, width - i)));
+        store_partial(activated * load_partial(up + i, width - i), out + i, width - i);
     }
 }
 
 template <Storage S, Activation A> void activate(char* bytes, int64_t width) {
     auto* x = reinterpret_cast<Element<S>*>(bytes);
-    for (int64_t i = 0; i < width; i += 16) store_some(activate<A>(load_some(x + i, width - i)), x + i, width - i);
+    for (int64_t i = 0; i < width; i += 16)
+        store_partial(activate<A>(load_partial(x + i, width - i)), x + i, width - i);
 }
 
 template <Storage X, Storage S> void add(char* x_bytes, const char* y_bytes, int64_t width) {
     auto* x = reinterpret_cast<Element<X>*>(x_bytes);
     const auto* y = reinterpret_cast<const Element<S>*>(y_bytes);
     for (int64_t i = 0; i < width; i += 16)
-        store_some(load_some(x + i, width - i) + load_some(y + i, width - i), x + i, width - i);
+        store_partial(load_partial(x + i, width - i) + load_partial(y + i, width - i), x + i, width - i);
 }
 
 template <Storage S> void scale(char* bytes, float factor, int64_t width) {
     auto* x = reinterpret_cast<Element<S>*>(bytes);
     for (int64_t i = 0; i < width; i += 16)
-        store_some(load_some(x + i, width - i) * F16::set1(factor), x + i, width - i);
+        store_partial(load_partial(x + i, width - i) * F16::set1(factor), x + i, width - i);
 }
 
 // The sum of rows times their weights, in float32 and in their order.
@@ -142,14 +143,14 @@ void weighted_sum(const char* const* rows, const float* weights, int count, char
     for (int64_t i = 0; i < width; i += 16) {
         F16 sum = F16::zero();
         for (int j = 0; j < count; ++j)
-            sum = fma(load_some(reinterpret_cast<const T*>(rows[j]) + i, width - i), F16::set1(weights[j]), sum);
-        store_some(sum, reinterpret_cast<T*>(out_bytes) + i, width - i);
+            sum = fma(load_partial(reinterpret_cast<const T*>(rows[j]) + i, width - i), F16::set1(weights[j]), sum);
+        store_partial(sum, reinterpret_cast<T*>(out_bytes) + i, width - i);
     }
 }
 
 inline void softcap(float* x, float cap, int64_t count) {
     for (int64_t i = 0; i < count; i += 16)
-        store_some(tanh16(load_some(x + i, count - i) / F16::set1(cap)) * F16::set1(cap), x + i, count - i);
+        store_partial(tanh16(load_partial(x + i, count - i) / F16::set1(cap)) * F16::set1(cap), x + i, count - i);
 }
 
 // Stops at the first NaN.

@@ -59,7 +59,7 @@ template <bool Half> class MatrixTiles {
         });
     }
     // Keys are [unit][16 tokens], with units `stride` bytes apart; a row of queries has units in `row_units`.
-    template <bool Ask>
+    template <bool Prefetch>
     static void score(const SpanPair& spans, const Visible& visible, int units, int64_t stride, const uint32_t* query,
                       int64_t row_units, float* scores) {
         each_constant<kVectors>([](auto v) { tile_zero<v>(); });
@@ -67,7 +67,7 @@ template <bool Half> class MatrixTiles {
         for (; unit + 16 <= units; unit += 16) {
             tile_load<4>(query + unit, row_units * 4);
             add_scores<4, 5, kOther>(spans.now, visible, unit * stride, stride);
-            if constexpr (Ask)
+            if constexpr (Prefetch)
                 for (int u = unit; u < unit + 16; ++u)
                     for (int v = 0; v < kVectors; ++v) __builtin_prefetch(spans.next.key[v] + u * stride, 0, 2);
         }
@@ -171,7 +171,7 @@ class TilePasses : MatrixTiles<true> {
             scores(spans, visible, units, int64_t{task.kv->block_size} * 4, query + int64_t{first} * units, units,
                    scratch.scores);
             float rescale[kTileRows];
-            soften_rows<kBf16>(
+            softmax_rows<kBf16>(
                 task, spans.now.begin, visible, first, num_rows, rows, rescale,
                 [&](int r, int v) { return F16::load(scratch.scores + r * kSpan + v * 16); }, [](int) {},
                 [&](int r, int v, F16 low, F16 high, float) {
@@ -184,7 +184,7 @@ class TilePasses : MatrixTiles<true> {
 
     // Copies the values of the span's visible tokens, with zeros for the others. Returns false if a row that does not
     // see all of them might be multiplied by one that is not finite.
-    template <bool Ask>
+    template <bool Prefetch>
     bool copy_values(const LayerKV& kv, const SpanPair& spans, const Visible& visible, uint32_t* to) const {
         U16 special = U16::zero();
         const int64_t row_bytes = int64_t{kv.value_dim} * 4;
@@ -197,7 +197,7 @@ class TilePasses : MatrixTiles<true> {
                 const auto half = [&](int t) { return t >= visible.low && t < visible.high ? 0xffffu : 0u; };
                 const uint32_t mask = whole ? 0xffffffffu : half(token) | half(token + 1) << 16;
                 for (int dim = 0; dim < kv.value_dim; dim += 16) {
-                    if constexpr (Ask) __builtin_prefetch(next + dim * 4, 0, 2);
+                    if constexpr (Prefetch) __builtin_prefetch(next + dim * 4, 0, 2);
                     if (mask == 0) {
                         store(U16::zero(), to + dim);
                         continue;

@@ -100,10 +100,4 @@ void multiply_quants_in_tiles(const ProductTask& task, int64_t group_begin, int6
     multiply_in_tiles<QuantPanels<F>>(task, group_begin, group_end, panel_begin, panel_end);
 }
 
-// In the order of WeightFormat.
-#define OCTAVO_TILE_PRODUCTS                                                            \
-    {OCTAVO_LEVEL::multiply_in_tiles<OCTAVO_LEVEL::StoredPanels>, nullptr,              \
-     OCTAVO_LEVEL::multiply_in_tiles<OCTAVO_LEVEL::DecompressedPanels>,                      \
-     OCTAVO_QUANTISED(OCTAVO_LEVEL::multiply_quants_in_tiles)}
-
 }  // namespace octavo::OCTAVO_LEVEL

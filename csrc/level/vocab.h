@@ -46,7 +46,7 @@ inline float vocab_masses(const float* x, int64_t count, float most, float scale
         if (i >= count) return;
         const F16 mass = mass_of(load_logits(x + i, count - i));
         sum = sum + mass;
-        if (masses) store_some(mass, masses + i, count - i);
+        if (masses) store_partial(mass, masses + i, count - i);
         i += 16;
     };
     add_some(even);
