@@ -29,6 +29,13 @@ DEEPSEEK_R1 = (
     "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' "
     "+ c.function.arguments + '\\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>' }}"
 )
+APERTUS = '<|tools_prefix|>[{"{{ c.function.name }}": {{ c.function.arguments | tojson }}}]<|tools_suffix|>'
+HUNYUAN_3 = (
+    "{% set s = ':opensource' %}<tool_calls{{ s }}>\n<tool_call{{ s }}>{{ c.function.name }}<tool_sep{{ s }}>\n"
+    "{% for k, v in c.function.arguments.items() %}<arg_key{{ s }}>{{ k }}</arg_key{{ s }}>\n"
+    "<arg_value{{ s }}>{{ v if v is string else v | tojson }}</arg_value{{ s }}>\n{% endfor %}"
+    "</tool_call{{ s }}>\n</tool_calls{{ s }}>"
+)
 HERMES = "<tool_call>\n{{ c.function | tojson }}\n</tool_call>"
 
 
@@ -42,6 +49,10 @@ def found(template: str) -> TemplateCalls:
         (GLM, "glm45"),
         (SEED, "seed_oss"),
         (HERMES, "hermes"),
+        (APERTUS, "apertus"),
+        (HUNYUAN_3, "hy_v3"),
+        ("function call<|role_sep|>\n{{ c.function | tojson }}", "gigachat3"),
+        ("<|function_call|>{{ c.function | tojson }}", "gigachat31"),
         ("<|tool_call|>[{{ c.function | tojson }}]", "granite"),
         ("<|tool_call|>[{{ c.function | tojson }}]<|/tool_call|>", "phi4_mini_json"),
         ('{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}', "llama3_json"),
@@ -79,6 +90,7 @@ def test_calls_in_an_unknown_format_are_not_taken_for_a_known_one(written: str) 
         ('Respond in the format {"name": function name, "parameters": dictionary}', "llama3_json"),
         ("format of [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic"),
         ("<|tool_list_start|>", "lfm2"),
+        ("List of tools: [", "lfm2"),
     ],
 )
 def test_a_template_that_only_describes_calls_is_searched_for_marks(template: str, name: str) -> None:

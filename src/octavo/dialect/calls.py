@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from octavo.dialect.events import Arguments, CallBegins, Event
 from octavo.dialect.formats import BareCall, CallFormat, JsonCalls, NamedJsonCall, PythonCalls, XmlCall
-from octavo.dialect.values import JSON, MAX_DEPTH, PYTHON, Characters, MalformedError, Reader, Take
+from octavo.dialect.values import JSON, MAX_DEPTH, PYTHON, Characters, MalformedError, Reader, Take, whole_value
 
 
 class CallReader:
@@ -180,8 +181,11 @@ class CallReader:
             yield from chars.expect(body.after.strip())
             chars.settle()
             yield from chars.skip_space()
-            if (yield from chars.one_of((body.before, closing))) == closing:
+            if (yield from chars.one_of((body.separator or body.before, closing))) == closing:
                 return True
+            if body.separator:
+                yield from chars.skip_space()
+                yield from chars.expect(body.before)
 
     def channel_call(self, name: str) -> Reader[None]:
         """Parse the arguments of a call in harmony, whose message may be empty."""
@@ -381,10 +385,8 @@ def may_begin(body: object, first: str) -> bool:
 def _typed(text: str, kind: str | None) -> str:
     """Return a parameter's text as JSON: parsed if possible, unless its type is string."""
     if kind != "string":
-        # Models also write Python's words.
-        words = {"True": "true", "False": "false", "None": "null"}
-        try:
-            return json.dumps(json.loads(words.get(text.strip(), text)), ensure_ascii=False, allow_nan=False)
-        except (ValueError, RecursionError):
-            pass  # not valid JSON, so it is text
+        # Models write Python's values too, but `(1, 2)` may also be text where no type is declared.
+        for syntax in (JSON, PYTHON) if kind or text.strip() in PYTHON.words else (JSON,):
+            with suppress(MalformedError):
+                return whole_value(text, syntax)
     return json.dumps(text, ensure_ascii=False)

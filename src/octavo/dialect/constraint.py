@@ -54,10 +54,11 @@ def _run(calls: CallFormat, *, parallel: bool) -> str:
     if isinstance(body, JsonCalls):
         opening = "" if calls.unmarked else calls.opening + body.brackets[0]
         closing, separator = body.brackets[1] + calls.closing, f"{body.separator} "
+        parallel = parallel and bool(body.separator)
     elif isinstance(body, PythonCalls):
         opening, closing = calls.opening + "[", "]" + calls.closing
-    elif calls.is_one_run:
-        opening, closing, separator = calls.opening, calls.closing, ""
+    elif isinstance(body, NamedJsonCall) and calls.is_one_run:
+        opening, closing, separator = calls.opening, calls.closing, body.separator
     else:
         opening, separator = calls.opening, calls.opening
     before = f"{_quoted(opening)} " if opening else ""

@@ -25,7 +25,7 @@ Render = Callable[..., str]
 _NAME = "octavo_probe"
 _ARGUMENTS = {"text": "probe value", "count": 7}
 _TYPES = {_NAME: {"text": "string", "count": "integer"}}
-_QUESTION, _RESULT = "octavo-question", "octavo-result"
+_SYSTEM, _QUESTION, _RESULT = "octavo-system", "octavo-question", "octavo-result"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,12 @@ class TemplateCalls:
     Attributes:
         format: None if it has none, or an unknown one.
         as_text: whether it wants a call's arguments as JSON text instead of an object.
+        are_dropped: whether it leaves out the calls of earlier messages.
     """
 
     format: CallFormat | None = None
     as_text: bool = False
+    are_dropped: bool = False
 
 
 def template_calls(render: Render, template: str) -> TemplateCalls:
@@ -48,7 +50,7 @@ def template_calls(render: Render, template: str) -> TemplateCalls:
         if (written := _written(render, as_text=as_text)) is None:
             continue
         if _NAME not in written:
-            break
+            return TemplateCalls(described, are_dropped=True)
         found = next((each for each in CALL_FORMATS if not each.unmarked and _reads(each, written)), None)
         if found is None and described is not None and described.unmarked:
             # The instructions to the model count, not how the template renders earlier calls.
@@ -57,6 +59,32 @@ def template_calls(render: Render, template: str) -> TemplateCalls:
             found = next((each for each in CALL_FORMATS if each.unmarked and _reads(each, begun)), None)
         return TemplateCalls(found, as_text)
     return TemplateCalls(described)
+
+
+def takes_system_messages(render: Render) -> bool:
+    """Return whether the template renders a system message; true if it renders no chat at all."""
+    question = {"role": "user", "content": _QUESTION}
+    try:
+        return _SYSTEM in render([{"role": "system", "content": _SYSTEM}, question], add_generation_prompt=False)
+    except RequestError:
+        pass
+    try:
+        render([question], add_generation_prompt=False)
+    except RequestError:
+        return True
+    return False
+
+
+def reasoning_marks(render: Render, template: str) -> str:
+    """Return a text with the marks of reasoning that the template has, or puts together."""
+    chat = [
+        {"role": "user", "content": _QUESTION},
+        {"role": "assistant", "content": _RESULT, "reasoning_content": "octavo-reasoning"},
+    ]
+    try:
+        return template + render(chat, add_generation_prompt=True)
+    except RequestError:
+        return template
 
 
 def _written(render: Render, *, as_text: bool) -> str | None:

@@ -7,6 +7,7 @@
     mistral       [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, …]     or [TOOL_CALLS]f[ARGS]{"a": 1}
     deepseek_v31  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>…
     openai        <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>     (harmony)
+    apertus       <|tools_prefix|>[{"f": {"a": 1}}, …]<|tools_suffix|>
     pythonic      [f(a=1), …]
 
 The names are those of vLLM's `--tool-call-parser` and `--reasoning-parser`.
@@ -41,12 +42,14 @@ class NamedJsonCall:
     Attributes:
         tag: it may be missing where `before` is empty.
         before, after: marks around each call; where there are any, one run has all calls.
+        separator: between two calls of a run.
         numbered: whether a name ends with the number of its call, as in `f:0`.
     """
 
     tag: str
     before: str = ""
     after: str = ""
+    separator: str = ""
     numbered: bool = False
 
 
@@ -241,6 +244,29 @@ CALL_FORMATS = (
         marks_are_special=True,
     ),
     CallFormat(
+        "apertus",
+        "<|tools_prefix|>[",
+        (NamedJsonCall('": ', '{"', "}", ","),),
+        "]<|tools_suffix|>",
+        marks_are_special=True,
+    ),
+    CallFormat(
+        "hy_v3",
+        "<tool_calls:opensource>",
+        (
+            XmlCall(
+                ("<tool_call:opensource>", "<tool_sep:opensource>"),
+                "<arg_key:opensource>",
+                ("</arg_key:opensource>", "<arg_value:opensource>"),
+                "</arg_value:opensource>",
+                "</tool_call:opensource>",
+                padded=False,
+            ),
+        ),
+        "</tool_calls:opensource>",
+        marks_are_special=True,
+    ),
+    CallFormat(
         "openai",
         "<|channel|>commentary to=functions.",
         (NamedJsonCall(" <|constrain|>json<|message|>"),),
@@ -265,6 +291,10 @@ CALL_FORMATS = (
         "```",
         template_marks=("Action: ```json", "Action:\\n```json", "Action:\n```json"),
     ),
+    *(
+        CallFormat(name, opening, (JsonCalls(("arguments",)),), marks_are_special=True, dropped=("<|message_sep|>",))
+        for name, opening in (("gigachat3", "function call<|role_sep|>"), ("gigachat31", "<|function_call|>"))
+    ),
     CallFormat("jamba", "<tool_calls>", (JsonCalls(("arguments",), _FUNCTION_LIST, ","),), "</tool_calls>"),
     CallFormat("nemotron_json", "<TOOLCALL>", (JsonCalls(("arguments",), _FUNCTION_LIST, ","),), "</TOOLCALL>"),
     CallFormat(
@@ -288,7 +318,7 @@ CALL_FORMATS = (
         (PythonCalls(),),
         "<|tool_call_end|>",
         marks_are_special=True,
-        template_marks=("<|tool_call_start|>", "<|tool_list_start|>"),
+        template_marks=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
     ),
     CallFormat(
         "llama3_json",
@@ -327,6 +357,8 @@ REASONING_FORMATS = (
     ),
     ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", marks_are_special=True),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("hy_v3", "<think:opensource>", "</think:opensource>", marks_are_special=True),
+    ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>", marks_are_special=True),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", marks_are_special=True),
     ReasoningFormat("qwen3", "<think>", "</think>"),
 )

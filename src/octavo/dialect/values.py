@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -275,3 +276,20 @@ class Characters:
             take(syntax.words[word])
         else:
             raise MalformedError
+
+
+def whole_value(text: str, syntax: Syntax) -> str:
+    """Return the JSON of a text that is one value; raise `MalformedError` if it is not."""
+    chars, pieces = Characters(), list[str]()
+
+    def read() -> Reader[None]:
+        yield from chars.value(syntax, pieces.append)
+        if (yield from chars.skip_space()):
+            raise MalformedError
+
+    reader = read()
+    next(reader)
+    with suppress(StopIteration):
+        for character in (*text, ""):
+            reader.send(character)
+    return "".join(pieces)

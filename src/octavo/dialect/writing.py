@@ -26,10 +26,10 @@ def write_calls(calls: CallFormat, wanted: Sequence[tuple[str, Mapping[str, Any]
     if isinstance(body, JsonCalls) and body.brackets[0]:
         run = f"{body.separator} ".join(each)
         return f"{calls.opening}{body.brackets[0]}{run}{body.brackets[1]}{calls.closing}"
-    if calls.is_one_run:
-        return f"{calls.opening}{''.join(each)}{calls.closing}"
+    if isinstance(body, NamedJsonCall) and calls.is_one_run:
+        return f"{calls.opening}{body.separator.join(each)}{calls.closing}"
     if not calls.closing:
-        return "; ".join(each)
+        return ("" if calls.unmarked else calls.opening) + "; ".join(each)
     pad = calls.padding
     separator = "<|start|>assistant" if calls.channels else "\n"
     return separator.join(f"{calls.opening}{pad}{call}{pad}{calls.closing}" for call in each)
@@ -83,17 +83,42 @@ def with_tools_described(
     """
     example = write_calls(calls, [("function_name", {"parameter_name": "value"})])
     text = _INTRODUCTION.format(tools="\n".join(map(_json, tools)), example=example)
-    chat = [_plain(message, calls) for message in messages]
+    chat = [
+        {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        if message["role"] == "tool"
+        else message
+        for message in with_calls_written(messages, calls)
+    ]
     if chat[0].get("role") in ("system", "developer"):
         return [{**chat[0], "content": f"{chat[0]['content']}\n\n{text}"}, *chat[1:]]
     return [{"role": "system", "content": text}, *chat]
 
 
-def _plain(message: dict[str, Any], calls: CallFormat) -> dict[str, Any]:
-    if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    if made := message.get("tool_calls"):
-        written = write_calls(calls, [(call["function"]["name"], call["function"]["arguments"]) for call in made])
-        kept = {name: value for name, value in message.items() if name != "tool_calls"}
-        return {**kept, "content": f"{message['content']}\n{written}".lstrip()}
-    return message
+def with_calls_written(messages: Sequence[dict[str, Any]], calls: CallFormat) -> list[dict[str, Any]]:
+    """Return a chat whose calls are part of the messages' content, for a template that leaves them out."""
+    chat = []
+    for message in messages:
+        if made := message.get("tool_calls"):
+            written = write_calls(calls, [(call["function"]["name"], call["function"]["arguments"]) for call in made])
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            message = {**kept, "content": f"{message['content']}\n{written}".lstrip()}
+        chat.append(message)
+    return chat
+
+
+def without_system_messages(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return a chat for a template without system messages, and the place in it of each message.
+
+    What they say is said by the user. Such templates also want user and assistant to take turns, so that messages of
+    the user that follow each other become one.
+    """
+    chat: list[dict[str, Any]] = []
+    places = []
+    for message in messages:
+        message = {**message, "role": "user"} if message["role"] == "system" else message
+        if chat and chat[-1]["role"] == message["role"] == "user":
+            chat[-1] = {**message, "content": f"{chat[-1]['content']}\n\n{message['content']}"}
+        else:
+            chat.append(message)
+        places.append(len(chat) - 1)
+    return chat, places

@@ -169,7 +169,7 @@ class PromptEncoder:
         check_template_variables(variables)
         add_special_tokens = bool(body.add_special_tokens)
         messages = chat.messages
-        marks = [replace(mark, index=mark.index + chat.num_added) for mark in marks]
+        marks = [replace(mark, index=chat.places[mark.index]) for mark in marks]
         render = partial(self.tokenizer.apply_chat_template, tools=chat.tools)
         if body.continue_final_message:
             if body.add_generation_prompt:

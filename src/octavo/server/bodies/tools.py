@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from octavo.dialect.constraint import calls_grammar
-from octavo.dialect.detection import Render, TemplateCalls, template_calls
+from octavo.dialect.detection import Render, TemplateCalls, reasoning_marks, takes_system_messages, template_calls
 from octavo.dialect.formats import CallFormat, call_format, reasoning_format
 from octavo.dialect.parser import Dialect
-from octavo.dialect.writing import with_tools_described
+from octavo.dialect.writing import with_calls_written, with_tools_described, without_system_messages
 from octavo.errors import FieldError, shown
 from octavo.request_limits import RequestLimits
 from octavo.server.bodies.fields import Declared, taken
@@ -261,12 +261,12 @@ class RenderedChat:
 
     Attributes:
         tools: the tools to pass to the template; None if there are none, or if the messages describe them.
-        num_added: number of messages added before those of the body.
+        places: the index in `messages` of each message of the body.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    num_added: int = 0
+    places: Sequence[int]
 
 
 class Dialects:
@@ -288,8 +288,10 @@ class Dialects:
         self, template: str, tool_call_parser: str, reasoning_parser: str, render: Render | None = None
     ) -> None:
         written = template_calls(render, template) if template and render is not None else TemplateCalls()
-        self._arguments_as_text = written.as_text
-        self._reasoning = reasoning_format(reasoning_parser, template)
+        self._arguments_as_text, self._calls_are_dropped = written.as_text, written.are_dropped
+        self._takes_system_messages = render is None or not template or takes_system_messages(render)
+        marks = reasoning_marks(render, template) if template and render is not None else template
+        self._reasoning = reasoning_format(reasoning_parser, marks)
         self.has_template = bool(template)
         self._template_knows_developers = "developer" in template
         self._template_knows_tools = re.search(r"\btools\b", template) is not None
@@ -334,15 +336,22 @@ class Dialects:
         return StructuredOutputsParams(grammar=grammar)
 
     def chat(self, messages: list[dict[str, Any]], tools: ToolUse) -> RenderedChat:
-        """Return the template's input; adapts it to templates without support for tools or the role `developer`."""
+        """Return the template's input; adapts it to templates without support for tools, or for the roles `developer`
+        or `system`."""
         if not self._template_knows_developers:
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
-        if not tools or self._calls is None or self._template_knows_tools:
-            if self._arguments_as_text:
-                messages = [_with_text_arguments(each) for each in messages]
-            return RenderedChat(messages, tools.tools or None)
-        described = with_tools_described(messages, tools.tools, self._calls)
-        return RenderedChat(described, None, len(described) - len(messages))
+        passed, added = tools.tools or None, 0
+        if tools and self._calls is not None and not self._template_knows_tools:
+            described = with_tools_described(messages, tools.tools, self._calls)
+            messages, passed, added = described, None, len(described) - len(messages)
+        elif self._arguments_as_text:
+            messages = [_with_text_arguments(each) for each in messages]
+        elif self._calls_are_dropped and self._calls is not None:
+            messages = with_calls_written(messages, self._calls)
+        places: Sequence[int] = range(len(messages))
+        if not self._takes_system_messages:
+            messages, places = without_system_messages(messages)
+        return RenderedChat(messages, passed, places[added:])
 
     def of_answer(self, calls: CallFormat | None, tools: ToolUse, prompt: str) -> Dialect:
         """Return the dialect that parses the answer to a rendered prompt."""
