@@ -100,7 +100,9 @@ def test_closing_frees_model_and_cache_even_if_the_engine_is_kept(tiny_llama: Pa
 
 def test_an_engines_threads_end_when_it_is_closed(tiny_llama: Path, tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    llm = LLM(str(tiny_llama), **SMALL, kv_disk=str(tmp_path), kv_disk_size="4MiB", kv_host_memory="1MiB")
+    options = {"kv_disk": str(tmp_path), "kv_disk_size": "4MiB", "kv_host_memory": "1MiB"}
+    # A busy machine may take long over any grammar.
+    llm = LLM(str(tiny_llama), **SMALL, **options, limits={"max_grammar_ms": 600_000})
     serve(llm)
     params = SamplingParams(max_tokens=3, structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
     llm.generate("text", params, use_tqdm=False)
