@@ -228,6 +228,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     ),
     "Dots1": (
         {
+            "num_key_value_heads": 4,  # llama.cpp loads no others
             "n_routed_experts": 6,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 32,
@@ -423,12 +424,16 @@ def test_the_text_model_of_one_that_reads_images_runs_natively(name: str, tmp_pa
     assert_same_logits(logits, whole_logits(model, sequences))
 
 
-@pytest.mark.parametrize(("family", "architecture"), [("Qwen2", "qwen2vl"), ("Qwen3", "qwen3vl")])
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("Qwen2", "qwen2vl"), ("Qwen3", "qwen3vl"), ("Qwen3Moe", "qwen3vlmoe")]
+)
 def test_a_gguf_file_of_a_text_model_has_the_logits_of_its_family(
     family: str, architecture: str, tmp_path: Path
 ) -> None:
-    model = make_model(family)
-    write_gguf(tmp_path / "model.gguf", model, architecture=architecture)
+    fields, keys = FAMILIES[family]
+    model = make_model(family, **fields)
+    keys = {f"{architecture}.{key.partition('.')[2]}": value for key, value in (keys or {}).items()}
+    write_gguf(tmp_path / "model.gguf", model, architecture=architecture, keys=keys)
     source = resolve_model(str(tmp_path / "model.gguf"))
     config = load_model_config(source)
     sequences = random_sequences(config.vocab_size, [23, 5])

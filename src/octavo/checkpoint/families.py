@@ -549,7 +549,7 @@ _TEXT_MODELS = {
     **dict.fromkeys(("qwen3", "qwen3_vl_text"), "Qwen3ForCausalLM"),
 }
 # The same for GGUF files, which hold the text model alone.
-GGUF_TEXT_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
+GGUF_TEXT_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
 
 
 def text_architecture(architecture: str, model_type: object) -> str:
