@@ -58,6 +58,8 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
         lambda kv: kv.pool.blocks.references.__setitem__(kv.pool._free[0], 1),
         "but free stack: True",
     ),
+    "a referenced null block": (lambda kv: kv.blocks.references.__setitem__(0, 1), "the null block is referenced"),
+    "a freed null block": (lambda kv: kv.pool._free.append(BlockId(0)), "the null block is referenced"),
     "a pin nobody has": (lambda kv: kv.pool.pin([list(kv.holdings.values())[-1].tables[0][0]]), "there are|pins of"),
     "a block of nobody in the index": (
         lambda kv: kv.prefix_cache.drop([BlockId(int(kv.blocks.published()[0]))]),

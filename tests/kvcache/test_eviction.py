@@ -180,6 +180,11 @@ def test_an_array_of_blocks_comes_and_goes_as_a_list_and_as_one_by_one(name: str
         arrays.hit(np.array(gone, np.int32), 0)
         for each in (lists, alone):
             each.hit(gone, 0)
+        again = gone[::2]  # rest a second time, now as blocks that were hit
+        arrays.add(np.array(again, np.int32))
+        lists.add(again)
+        for block in again:
+            alone.add([block])
         victims = [evict(alone) for _ in range(many // 3)]
         assert arrays.evict(many // 3) == lists.evict(many // 3) == victims
         kept = list(alone)

@@ -56,3 +56,11 @@ def test_a_window_keeps_what_the_next_token_sees_and_the_first_blocks(window: Wi
         kept = {index for index, block in enumerate(table) if block}
         assert blocks & set(range(len(table))) <= kept <= blocks | {num_computed // SIZE}
         assert len(kept) <= window.most_blocks(SIZE)
+
+
+@pytest.mark.parametrize("prompt", [3, PROMPT])
+def test_attention_keeps_as_many_blocks_as_the_budget_has_with_the_next_tokens(prompt: int) -> None:
+    retention = AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), 4, SIZE, prompt)
+    for num_computed, table in enumerate(let_go(retention, 80, asks=True), 1):
+        needed = sum(map(bool, table)) + (num_computed % SIZE == 0)
+        assert needed == 4 or num_computed <= max(prompt, 4 * SIZE)
