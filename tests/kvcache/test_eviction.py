@@ -21,7 +21,7 @@ from octavo.kvcache.eviction import (
     EvictionPolicy,
     make_eviction_policy,
 )
-from octavo.kvcache.eviction.adaptive import GhostList
+from octavo.kvcache.eviction.adaptive import GhostList, ReturnRates
 from octavo.kvcache.eviction.policies import RankedEviction
 from octavo.kvcache.hashing import key_prefix
 
@@ -306,6 +306,19 @@ def test_adaptive_keeps_prefixes_whole_where_all_conversations_return_alike() ->
     lru = replay_prompts(make("lru", 261), prompts, 260)
     assert 0.1 < lru < 0.7
     assert replay_prompts(make("adaptive", 261), prompts, 260) >= lru - 0.005
+
+
+def test_rests_that_ended_are_counted_by_class_and_age() -> None:
+    rng, now, rates = random.Random(0), 5000, ReturnRates(100, 1000)
+    returned, lost = ([(rng.randrange(2), rng.randrange(1, 1000)) for _ in range(99)] for _ in range(2))
+    rates.note_returned([2 * age - kind for kind, age in returned])
+    rates.note_lost([2 * (now - age) + kind for kind, age in lost], now)
+    rates._count_noted()
+    for rests, counts in ((returned, rates._returns), (returned + lost, rates._ends)):
+        expected = np.zeros_like(counts)
+        for kind, age in rests:
+            expected[kind, max(i for i, edge in enumerate(rates._edges) if edge <= age)] += 1
+        assert (counts == expected).all()
 
 
 def test_adaptive_follows_when_what_comes_back_changes() -> None:
