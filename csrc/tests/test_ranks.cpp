@@ -242,12 +242,11 @@ TEST(ranks_that_take_tasks_of_each_other_compute_the_same_bits) {
         describe_case(std::string(name_of(format)) + ", " + std::to_string(product.rows) + " rows");
         Group group(2);
         set_num_threads(random_int(1, 6));
-        group.run([&](Ranks& ranks) {
-            for (int use = 0; use < 3; ++use) {
+        for (int use = 0; use < 3; ++use)
+            group.run([&](Ranks& ranks) {
                 ranks.meet();
                 product.multiply(ranks.place().rank, product.together, &ranks);
-            }
-        });
+            });
         CHECK(product.is_right());
     }
 }
