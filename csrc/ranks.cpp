@@ -54,7 +54,7 @@ struct alignas(64) Ranks::Signal {
 };
 
 struct alignas(64) Ranks::Tasks {
-    std::atomic<uint64_t> left;  // the number of the next meeting, the first task and the end of those that are left
+    std::atomic<uint64_t> left;  // the next meeting modulo 2^32, the first task and the end of those that are left
     int process;
     SharedProduct product;
 };
@@ -119,7 +119,7 @@ bool Ranks::share(const SharedProduct& product) {
     Tasks& own = header_->tasks[place_.rank];
     own.process = getpid();
     own.product = product;
-    own.left.store((meetings_ + uint64_t{1}) << 32 | count);
+    own.left.store(uint64_t{meetings_ + 1} << 32 | count);
     return true;
 }
 
@@ -128,7 +128,7 @@ int Ranks::take(int rank, bool own) {
     uint64_t left = tasks.load();
     while (true) {
         const uint64_t first = left / kMostTasks % kMostTasks, end = left % kMostTasks;
-        if (left >> 32 != meetings_ + uint64_t{1} || end - first < (own ? 1 : kFewestLeft)) return -1;
+        if (left >> 32 != meetings_ + 1 || end - first < (own ? 1 : kFewestLeft)) return -1;
         if (tasks.compare_exchange_weak(left, own ? left + kMostTasks : left - 1))
             return static_cast<int>(own ? first : end - 1);
     }
@@ -137,7 +137,7 @@ int Ranks::take(int rank, bool own) {
 const SharedProduct* Ranks::shared_by(int rank) const {
     const Tasks& tasks = header_->tasks[rank];
     char byte;
-    const bool can = tasks.left.load() >> 32 == meetings_ + uint64_t{1} &&
+    const bool can = tasks.left.load() >> 32 == meetings_ + 1 &&
                      read_memory(tasks.process, tasks.product.packed, &byte, 1);
     return can ? &tasks.product : nullptr;
 }
