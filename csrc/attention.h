@@ -48,8 +48,8 @@ struct AttentionCall {
     const float* sinks;
     float scale, softcap;
     int num_seqs, num_heads, window;  // window 0: none
-    // If true, a token's bits depend on its context alone. If false, a level with tiles may compute prompts in tiles
-    // and lone tokens in vectors, whichever is faster.
+    // If true, a token's bits depend on its context alone. If false, a level with tiles may compute many rows in tiles
+    // and few in vectors, whichever is faster.
     bool exact = true;
 };
 

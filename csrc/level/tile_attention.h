@@ -1,4 +1,4 @@
-// Attention in bf16 tiles: for prompts, and for decodes too if a token's bits must be the same in both.
+// Attention in bf16 tiles: of rows enough to be faster than vectors (attend.h), or of any if that must not show.
 //
 //     scores     up to 16 rows x 64 tokens     tiles 0 .. 3 += queries (4) . keys (5), 16 units at a time; if a head
 //                                              has eight units more, half a step at the end, in tiles 6 and 7 (heads

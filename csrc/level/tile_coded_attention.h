@@ -1,4 +1,4 @@
-// Attention of prompts over coded keys and values in tiles, used if their bits may differ from a decode's.
+// Attention of several rows over coded keys and values in tiles.
 //
 // A split of the context is decoded once (decode_span.h), into the core's second-level cache, for all the rows of a KV
 // head, and multiplied from there as in tile_attention.h, sixteen rows at a time.

@@ -127,6 +127,8 @@ def test_drafts_change_no_output_whatever_the_sampling(jobs: list[Job], seed: in
 @pytest.mark.parametrize("codec", ["auto", "int8", "int4", "k8v4", "fp8_e4m3", "fp8_e5m2", "nvfp4"])
 def test_drafts_change_no_output_with_any_codec(codec: str, dtype: str) -> None:
     options = {"calculate_kv_scales": True} if codec in ("fp8_e4m3", "nvfp4") else {}
+    # With tiles, plain blocks are rounded otherwise for several rows than for one.
+    options["deterministic"] = codec == "auto" and kernels.available()
     assert_drafts_change_nothing(make_jobs(3, 8), dtype=dtype, kv_cache_dtype=codec, **options)
 
 

@@ -100,7 +100,7 @@ def attend(
         out: [num_tokens, num_heads, value_dim] in the query's dtype, which is written and returned.
         sinks: float32 [num_heads].
         exact: a token's result has the same bits whatever batch, chunk and number of threads it is computed with.
-            Without it, where that is faster, a token that comes alone may be computed otherwise than a prompt's.
+            Without it, where that is faster, a few tokens may be computed otherwise than many.
         copies: the copies of some blocks of a layer in a codec (`storage/recent_kv.py`): keys, values, block tables,
             and how many first and how many recent blocks are read in them.
         apart: for sequences that keep the first tokens and the last ones (`AttentionBatch.budgets`).
