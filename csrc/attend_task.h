@@ -47,6 +47,7 @@ struct AttendTask {
     int num_tokens, first_position;
     int window;  // a token sees itself and the window - 1 tokens before it
     int split_begin, split_end;
+    int sequence_rows;  // tokens of the sequence that are computed together x query heads of a KV head, of all ranks
     bool exact;   // see AttentionCall
     bool prompt;  // its tokens are a prompt's, even if it has only one of them, and not each a decode's
     Reads reads;

@@ -178,6 +178,8 @@ AttendTask task_of(const AttentionCall& call, int seq) {
     task.budget = budget_of(call, seq);
     task.sink_tokens = call.sinks_apart.sink_tokens;
     task.sink_token_stride = call.sinks_apart.token_stride;
+    const int group = call.group ? call.group : call.num_heads / call.kv.kv_heads;
+    task.sequence_rows = (call.query_start[seq + num_together(call, seq)] - call.query_start[seq]) * group;
     task.exact = call.exact;
     task.prompt = call.query_start[seq + 1] - call.query_start[seq] > 1;
     if (const RecentCopies& copies = call.copies; copies.recent_blocks) {

@@ -48,6 +48,7 @@ struct AttentionCall {
     const float* sinks;
     float scale, softcap;
     int num_seqs, num_heads, window;  // window 0: none
+    int group = 0;  // query heads of a KV head, if several ranks have them; 0: as num_heads says
     // If true, a token's bits depend on its context alone. If false, a level with tiles may compute many rows in tiles
     // and few in vectors, whichever is faster.
     bool exact = true;

@@ -296,6 +296,7 @@ AttentionCall Decoder::attention(const DecoderStep& step, const Attend& attend) 
     call.num_seqs = static_cast<int>(step.num_seqs);
     call.num_heads = shape.num_heads;
     call.window = cache.window;
+    call.group = group;
     call.exact = exact;
     if (step.budgets && cache.window == 0)
         call.sinks_apart = {step.budgets, sink_queries_.base, sink_queries_.stride, step.sink_tokens};

@@ -164,6 +164,7 @@ class Decoder {
     bool exact = true;       // see `linear` and AttentionCall
     Ranks* ranks = nullptr;  // null if this process has the whole model
     Columns ids;             // of ranks: the vocabulary as columns of the logits; a rank's are its head's outputs
+    int group = 0;           // of ranks: the query heads of a KV head that they have together
 
     // Throws std::invalid_argument if a table names blocks that do not exist; the caller must have checked all else.
     void forward(const DecoderStep& step);

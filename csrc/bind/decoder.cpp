@@ -290,7 +290,7 @@ void bind_decoder(nb::module_& m) {
         .def("mix", &BoundDecoder::add_mixture, "router"_a, "bias"_a.none(), "choice"_a, "gate_up"_a, "down"_a,
              "source"_a, "target"_a, "gate"_a, "inner_columns"_a.none() = nb::none(), "columns"_a.none() = nb::none())
         .def("gather", &BoundDecoder::add_gather, "place"_a)
-        .def("set_ranks", &BoundDecoder::set_ranks, "ranks"_a, "first_id"_a)
+        .def("set_ranks", &BoundDecoder::set_ranks, "ranks"_a, "ids"_a, "group"_a)
         .def("follow", &BoundDecoder::follow, "device"_a, "host"_a)
         .def("keep_rows", &BoundDecoder::keep_rows, "place"_a)
         .def("set_ends", &BoundDecoder::set_ends, "embedding_rows"_a.none(), "embedding"_a, "head"_a)

@@ -214,12 +214,13 @@ void DecoderProgram::add_gather(const std::string& name) {
     decoder_.program.emplace_back(Gather{place});
 }
 
-void DecoderProgram::set_ranks(const std::shared_ptr<Ranks>& ranks, const std::vector<int64_t>& ids) {
+void DecoderProgram::set_ranks(const std::shared_ptr<Ranks>& ranks, const std::vector<int64_t>& ids, int group) {
     kept_ranks_ = ranks;
     decoder_.ranks = ranks.get();
     decoder_.ids = own_columns(ids);
     require(decoder_.ids.all() == decoder_.shape.vocab,
             "ranks have " + std::to_string(decoder_.ids.all()) + " ids of " + std::to_string(decoder_.shape.vocab));
+    decoder_.group = group;
 }
 
 void DecoderProgram::set_ends(nb::object embedding_rows, const LinearArguments& embedding,

@@ -89,7 +89,7 @@ class DecoderProgram {
     void keep_rows(const std::string& name);
     void add_gather(const std::string& name);
     // `ids`: the columns of the logits, hence the rows of embedding and head, that each rank has.
-    void set_ranks(const std::shared_ptr<Ranks>& ranks, const std::vector<int64_t>& ids);
+    void set_ranks(const std::shared_ptr<Ranks>& ranks, const std::vector<int64_t>& ids, int group);
     // The embedding is plain rows, or one packed matrix.
     void set_ends(nanobind::object embedding_rows, const LinearArguments& embedding, const LinearArguments& head);
     void set_exact(bool exact) { decoder_.exact = exact; }

@@ -12,11 +12,12 @@
 namespace octavo::OCTAVO_LEVEL {
 
 #ifdef OCTAVO_TILES
-// Whether a task has enough rows of a KV head for matrix tiles to be faster than vectors, if either will do. Vectors
-// multiply codes of integers as they are, tiles only what is decoded.
+// Whether there are rows enough for matrix tiles to be faster than vectors, if either will do. Vectors multiply codes
+// of integers as they are, tiles only what is decoded. How rows are split into tasks, and heads among ranks, must not
+// matter.
 inline bool fills_tiles(const AttendTask& task) {
     const Code code = task.kv->key_side.code;
-    return task.rows_per_head() > (code == kCodeInt8 || code == kCodeInt4 ? 8 : 4);
+    return task.sequence_rows > (code == kCodeInt8 || code == kCodeInt4 ? 8 : 4);
 }
 #endif
 

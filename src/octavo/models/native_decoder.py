@@ -255,7 +255,8 @@ class NativeDecoder(Decoder):
             logits_softcap=config.logits_softcap or 0.0,
         )
         if self._rank is not None:
-            native.set_ranks(self._rank.ranks, self.share.begins(config.vocab_size))
+            group = config.num_heads // config.num_kv_heads
+            native.set_ranks(self._rank.ranks, self.share.begins(config.vocab_size), group)
         rotations = list(self._rotations)
         ungathered = ""  # the register of which this rank has computed its columns
         for instruction in self._program:
