@@ -13,7 +13,7 @@
 //
 // Cores differ in speed, so a rank that has computed its columns takes tasks of one that has not. It reads their
 // weights from that process, which takes about as long as to multiply them with one row. Weights that all ranks map
-// would lie in small pages, and every product would be slower: by 15 % with one row, by 9 % with 16 (Q4_0).
+// would lie in small pages, and every product would be slower: by 16 % with one row, by 9 % with 16 (Q4_0).
 //
 //     tasks of a rank's product   | 0 1 2 3 4 5 6 7 |     the rank takes the first that is left,
 //                                   > > >       < <       others the last, while kFewestLeft are
