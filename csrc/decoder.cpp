@@ -105,10 +105,7 @@ void Decoder::execute(const DecoderStep&, const Multiply& product) {
     const int64_t outputs = product.linear.outputs();
     const Matrix& out = make(product.target, rows_[product.source].rows,
                              product.epilogue == kPlain ? outputs : outputs / 2, product.columns);
-    const ColumnsOfRanks among{ranks, whole_[product.target].base,
-                               product.columns ? product.columns->begins[ranks->place().in_all()] : 0};
-    multiply(product.linear, rows_[product.source], out, shape.storage, product.epilogue,
-             product.columns ? &among : nullptr);
+    multiply(product.linear, rows_[product.source], out, shape.storage, product.epilogue);
 }
 
 // The heads of a token are rows that their products take apart, as those with experts do.
@@ -203,8 +200,7 @@ void Decoder::logits(int64_t first, int64_t count, float* out) {
     const Matrix rows{reinterpret_cast<char*>(out), count, shape.vocab, shape.vocab * 4};
     if (ranks) {
         const Matrix all = share(kNumRegisters, count, shape.vocab, 4);
-        const ColumnsOfRanks among{ranks, all.base, first_id()};
-        multiply(head, hidden, columns_of(all, first_id(), head.outputs(), 4), kF32, kPlain, &among);
+        multiply(head, hidden, columns_of(all, first_id(), head.outputs(), 4), kF32, kPlain);
         ranks->gather(all, ids, 4);
         if (!out) return;
         parallel_for(static_cast<int>(count), [&](int i) { std::memcpy(rows.row(i), all.row(i), rows.stride); });
@@ -316,14 +312,12 @@ AttentionCall Decoder::attention(const DecoderStep& step, const Attend& attend) 
     return call;
 }
 
-void Decoder::multiply(const Linear& linear, const Matrix& x, const Matrix& out, Storage storage, Epilogue epilogue,
-                       const ColumnsOfRanks* among) const {
-    if (linear.parts.size() > 1) among = nullptr;
+void Decoder::multiply(const Linear& linear, const Matrix& x, const Matrix& out, Storage storage,
+                       Epilogue epilogue) const {
     char* base = out.base;
     for (const BiasedWeight& part : linear.parts) {
         const int64_t width = epilogue == kPlain ? part.weight.outputs : part.weight.outputs / 2;
-        octavo::linear(part.weight, shape.storage, x, {base, out.stride, width, part.bias, storage, epilogue}, exact,
-                       among);
+        octavo::linear(part.weight, shape.storage, x, {base, out.stride, width, part.bias, storage, epilogue}, exact);
         base += width * element_bytes(storage);
     }
 }

@@ -212,8 +212,7 @@ class Decoder {
     void execute(const DecoderStep& step, const Gather& gather);
     RopeTask rotation(const DecoderStep& step, const Attend& attend) const;
     AttentionCall attention(const DecoderStep& step, const Attend& attend) const;
-    void multiply(const Linear& linear, const Matrix& x, const Matrix& out, Storage storage, Epilogue epilogue,
-                  const ColumnsOfRanks* among = nullptr) const;
+    void multiply(const Linear& linear, const Matrix& x, const Matrix& out, Storage storage, Epilogue epilogue) const;
 };
 
 }  // namespace octavo

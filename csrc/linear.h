@@ -67,19 +67,10 @@ void widen(const char* from, int64_t count, float* to);
 // Unpacks one output's weights as floats or, unless they are floats, as bf16, for an embedding tied to a packed head.
 void unpack_row(const Weight& weight, int64_t output, Storage, char* to);
 
-class Ranks;
-// Ranks that compute other columns of the same product, each by a call with the same x.
-struct ColumnsOfRanks {
-    Ranks* ranks;
-    char* whole;    // where column 0 of all ranks goes
-    int64_t first;  // this rank's
-};
-
 // out = out.epilogue(x @ weight.T + bias). Unless the weight is quantised, x must have the weight's element type.
 // A row's bits depend on that row alone if `exact`; if not, many rows may be multiplied with a quantised weight in
-// another way, whose results are equal within rounding. Ranks that are done help those that are not.
-void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out, bool exact = true,
-            const ColumnsOfRanks* among = nullptr);
+// another way, whose results are equal within rounding.
+void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out, bool exact = true);
 
 struct BiasedWeight {
     Weight weight;

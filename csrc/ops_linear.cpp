@@ -6,7 +6,6 @@
 
 #include "level/interleave.h"
 #include "linear.h"
-#include "ranks.h"
 #include "thread_pool.h"
 #include "tile_blocks.h"
 
@@ -24,9 +23,6 @@ constexpr int64_t kBytesWorthAThread = 32 << 10;
 // In bytes read by one row; a core reads 64 KiB in about three microseconds. To begin a task costs a third of one: the
 // first lines of its weights have not been prefetched.
 constexpr int64_t kWorkWorthAThread = 64 << 10, kMostWorkPerTask = 512 << 10;
-// How many times as many tasks there are if ranks take each other's: those that they end with should be short.
-constexpr int64_t kTasksForRanks = 4;
-constexpr int64_t kBytesReadAtOnce = 256 << 10;  // of another rank's weights, which are then in L2
 constexpr int64_t kRowsThatCostNothing = 8;  // more than a core multiplies while it waits for the weights
 
 struct alignas(64) Line {
@@ -146,20 +142,6 @@ class Product {
     int64_t panels, panel_bytes, units_per_row, rows_per_block;
     int64_t room_per_row;  // units, with those of remainders, which few rows have
     RowGroups groups() const { return task_.groups; }
-    WeightFormat format() const { return weight_.format; }
-    // Whether its panels are all that another rank needs.
-    bool can_be_shared() const { return !task_.out.bias && weight_.format != WeightFormat::bf16_compressed; }
-    SharedProduct shared(const ProductTasks& tasks, int64_t first) const {
-        return {tasks, task_.weight, weight_.format, first, task_.out.width};
-    }
-    // The same rows times a weight of another rank, whose outputs go to its columns of `whole`.
-    Product with(const char* weight, char* whole, const SharedProduct& theirs) const {
-        Product other = *this;
-        other.task_.weight = weight;
-        other.task_.out.base = whole + theirs.first * (task_.out.storage == kBf16 ? 2 : 4);
-        other.task_.out.width = theirs.width;
-        return other;
-    }
     // Tells a row, as it is packed, from other rows: a negative number.
     int64_t id_of(int64_t row_index) const {
         return -(static_cast<int64_t>(reinterpret_cast<intptr_t>(row(row_index))) * kNumWeightFormats +
@@ -239,34 +221,11 @@ int64_t panels_worth(const Product& product, int64_t rows) {
     return divide_up(2 * rows * product.units_per_row * 4, std::max<int64_t>(1, product.panel_bytes));
 }
 
-// Takes tasks of other ranks' products, as long as they have any to spare. `multiply` is for their blocks and panels.
-template <class Multiply>
-void help_ranks(const Product& product, const ProductTasks& own, const ColumnsOfRanks& among,
-                const Multiply& multiply) {
-    static thread_local std::vector<Line> weights;
-    const int64_t panel_bytes = product.panel_bytes, at_once = std::max<int64_t>(1, kBytesReadAtOnce / panel_bytes);
-    Ranks& ranks = *among.ranks;
-    for (int rank = 0; rank < ranks.place().count; ++rank) {
-        const SharedProduct* theirs = rank == ranks.place().rank ? nullptr : ranks.shared_by(rank);
-        if (!theirs || theirs->format != product.format() || theirs->tasks.blocks != own.blocks) continue;
-        weights.resize((at_once * panel_bytes + sizeof(Line) - 1) / sizeof(Line));
-        char* const read = weights.data()->bytes;
-        for (int task; (task = ranks.take_task(rank)) >= 0;) {
-            const int64_t end = theirs->tasks.end_panel(task);
-            for (int64_t panel = theirs->tasks.first_panel(task); panel < end; panel += at_once) {
-                const int64_t next = std::min(end, panel + at_once), offset = panel * panel_bytes;
-                ranks.read(rank, theirs->packed + offset, read, (next - panel) * panel_bytes);
-                multiply(product.with(read - offset, among.whole, *theirs), theirs->tasks.block(task), panel, next, 0);
-            }
-        }
-    }
-}
-
 // Splits a product into tasks, each a block of row groups times a stretch of panels. If there are only a few threads,
 // each packs blocks for itself: fetching what another core has packed, and overwriting what another core has read,
 // takes longer than copying a row. It takes less than quantising a row, so they share a single block to quantise. Many
 // threads share all packing. What is shared precedes the products.
-void multiply_packed(const Product& product, const ColumnsOfRanks* among) {
+void multiply_packed(const Product& product) {
     const RowGroups groups = product.groups();
     const int64_t panels = product.panels;
     if (groups.count == 0 || panels == 0) return;
@@ -292,33 +251,23 @@ void multiply_packed(const Product& product, const ColumnsOfRanks* among) {
     }
     const int64_t rows = std::max<int64_t>(1, groups.rows / blocks / kRowsThatCostNothing);
     const int64_t panel_work = std::max<int64_t>(1, product.panel_bytes * rows);
-    const int64_t finer = among ? kTasksForRanks : 1;
     int64_t stretches = std::clamp<int64_t>(panels * panel_work / kWorkWorthAThread, 1, panels);
     if (blocks == 1)
-        stretches = even_stretches(panels, std::max<int64_t>(1, kMostWorkPerTask / finer / panel_work),
+        stretches = even_stretches(panels, std::max<int64_t>(1, kMostWorkPerTask / panel_work),
                                    std::min(stretches, threads));
     else if (alone)  // with fewer stretches, fewer threads pack the same block
-        stretches = std::clamp<int64_t>(kTasksPerThread * finer * threads / blocks, 1, stretches);
+        stretches = std::clamp<int64_t>(kTasksPerThread * threads / blocks, 1, stretches);
     else
         stretches = even_stretches(panels, panels_worth(product, groups.rows / blocks), threads, blocks);
-    // Threads that share what is packed multiply the same panels at a time, which are then read once.
-    const ProductTasks tasks{panels, blocks, stretches, alone};
-    const auto multiply = [&](const Product& part, int64_t block, int64_t panel, int64_t next, int64_t skipped) {
+    parallel_for(static_cast<int>(blocks * stretches), [&](int i) {
+        // Threads that share what is packed multiply the same panels at a time, which are then read once.
+        const int64_t block = alone ? i / stretches : i % blocks, stretch = alone ? i % stretches : i / blocks;
         const int64_t begin = groups.count * block / blocks, end = groups.count * (block + 1) / blocks;
         PackedRows& packed = alone ? own_rows() : shared;
         if (alone) packed.fill(product, call, block, begin, end);
-        part.multiply(packed, alone ? 0 : groups.begin(begin), skipped, begin, end, panel, next);
-    };
-    const auto compute = [&](int task) {
-        const int64_t panel = tasks.first_panel(task), next = tasks.end_panel(task);
-        // Threads take stretches in turn.
-        multiply(product, tasks.block(task), panel, next, (threads - 1) * (next - panel));
-    };
-    if (!among || !among->ranks->share(product.shared(tasks, among->first)))
-        return parallel_for(tasks.count(), compute);
-    parallel_for(tasks.count() + static_cast<int>(threads), [&](int) {
-        if (const int task = among->ranks->next_task(); task >= 0) return compute(task);
-        help_ranks(product, tasks, *among, multiply);
+        const int64_t panel = panels * stretch / stretches, next = panels * (stretch + 1) / stretches;
+        const int64_t skipped = (threads - 1) * (next - panel);  // threads take stretches in turn
+        product.multiply(packed, alone ? 0 : groups.begin(begin), skipped, begin, end, panel, next);
     });
 }
 
@@ -367,10 +316,8 @@ void multiply_packed(const std::vector<Product>& products) {
 
 }  // namespace
 
-void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out, bool exact,
-            const ColumnsOfRanks* among) {
-    const Product product(weight, x_storage, x, nullptr, x.rows, out, exact);
-    multiply_packed(product, product.can_be_shared() ? among : nullptr);
+void linear(const Weight& weight, Storage x_storage, const Matrix& x, const LinearOutput& out, bool exact) {
+    multiply_packed(Product(weight, x_storage, x, nullptr, x.rows, out, exact));
 }
 
 void linear_by_expert(const std::vector<BiasedWeight>& experts, Storage x_storage, const Matrix& x,

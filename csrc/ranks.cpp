@@ -8,9 +8,7 @@
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <climits>
@@ -26,9 +24,6 @@ constexpr int64_t kPage = 4096;
 constexpr int kSpins = 4000;
 // How often a rank that sleeps looks whether another has failed.
 constexpr long kLookNanoseconds = 250'000'000;
-// Tasks that a rank must have left for another to take one: to read and compute it takes up to twice as long.
-constexpr uint64_t kFewestLeft = 3;
-constexpr uint64_t kMostTasks = 1 << 16;  // exclusive
 
 int64_t pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
@@ -39,12 +34,6 @@ void sleep_while(std::atomic<uint32_t>& number, uint32_t value) {
     syscall(SYS_futex, &number, FUTEX_WAIT, value, &most, nullptr, 0);
 }
 void wake_all(std::atomic<uint32_t>& number) { syscall(SYS_futex, &number, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
-
-bool read_memory(pid_t process, const char* from, char* to, int64_t bytes) {
-    const iovec here{to, static_cast<std::size_t>(bytes)},
-        there{const_cast<char*>(from), static_cast<std::size_t>(bytes)};
-    return process_vm_readv(process, &here, 1, &there, 1, 0) == bytes;
-}
 #endif
 
 }  // namespace
@@ -53,15 +42,8 @@ struct alignas(64) Ranks::Signal {
     std::atomic<uint32_t> number, sleepers;
 };
 
-struct alignas(64) Ranks::Tasks {
-    std::atomic<uint64_t> left;  // the next meeting modulo 2^32, the first task and the end of those that are left
-    int process;
-    SharedProduct product;
-};
-
 struct Ranks::Header {
     Signal sent, met[kMostRanks];
-    Tasks tasks[kMostRanks];
     alignas(64) std::atomic<uint32_t> failing, failed;
     std::atomic<int> threads;
     char reason[2048];
@@ -78,8 +60,6 @@ Ranks::Ranks(int file, const RankLayout& layout, const RankPlace& place, double 
     header_ = static_cast<Header*>(memory);
     message_ = static_cast<char*>(memory) + pages(sizeof(Header));
     slots_ = message_ + pages(layout.message_bytes);
-    // The first rank of this machine and those that it has started may read this one's memory, where the system asks.
-    prctl(PR_SET_PTRACER, place.rank == 0 ? getpid() : getppid());
 }
 
 Ranks::~Ranks() { munmap(header_, bytes(layout_)); }
@@ -113,44 +93,6 @@ void Ranks::wait(Signal& signal, uint32_t number, double seconds) {
     check();
 }
 
-bool Ranks::share(const SharedProduct& product) {
-    const auto count = static_cast<uint64_t>(product.tasks.count());
-    if (place_.count == 1 || count >= kMostTasks) return false;
-    Tasks& own = header_->tasks[place_.rank];
-    own.process = getpid();
-    own.product = product;
-    own.left.store(uint64_t{meetings_ + 1} << 32 | count);
-    return true;
-}
-
-int Ranks::take(int rank, bool own) {
-    std::atomic<uint64_t>& tasks = header_->tasks[rank].left;
-    uint64_t left = tasks.load();
-    while (true) {
-        const uint64_t first = left / kMostTasks % kMostTasks, end = left % kMostTasks;
-        if (left >> 32 != meetings_ + 1 || end - first < (own ? 1 : kFewestLeft)) return -1;
-        if (tasks.compare_exchange_weak(left, own ? left + kMostTasks : left - 1))
-            return static_cast<int>(own ? first : end - 1);
-    }
-}
-
-const SharedProduct* Ranks::shared_by(int rank) const {
-    const Tasks& tasks = header_->tasks[rank];
-    char byte;
-    const bool can = tasks.left.load() >> 32 == meetings_ + 1 &&
-                     read_memory(tasks.process, tasks.product.packed, &byte, 1);
-    return can ? &tasks.product : nullptr;
-}
-
-void Ranks::read(int rank, const char* from, char* to, int64_t bytes) {
-    if (read_memory(header_->tasks[rank].process, from, to, bytes)) return;
-    const std::string reason = std::strerror(errno);
-    wait(header_->met[rank], meetings_ + 1, timeout_seconds);  // throws how it has ended, if it has
-    fail("rank " + std::to_string(place_.in_all()) + " cannot read the memory of rank " +
-         std::to_string(place_.in_all() - place_.rank + rank) + ": " + reason);
-    check();
-}
-
 #else
 
 Ranks::Ranks(int, const RankLayout& layout, const RankPlace& place, double timeout_seconds)
@@ -161,10 +103,6 @@ Ranks::~Ranks() = default;
 void Ranks::raise(Signal&, uint32_t) {}
 void Ranks::wait(Signal&, uint32_t, double) {}
 void wake_all(std::atomic<uint32_t>&) {}
-bool Ranks::share(const SharedProduct&) { return false; }
-int Ranks::take(int, bool) { return -1; }
-const SharedProduct* Ranks::shared_by(int) const { return nullptr; }
-void Ranks::read(int, const char*, char*, int64_t) {}
 
 #endif
 

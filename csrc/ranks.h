@@ -11,13 +11,6 @@
 //
 // The memory has no name, so it is freed with its last process, however that ends.
 //
-// Cores differ in speed, so a rank that has computed its columns takes tasks of one that has not. It reads their
-// weights from that process, which takes about as long as to multiply them with one row. Weights that all ranks map
-// would lie in small pages, and every product would be slower: by 16 % with one row, by 9 % with 16 (Q4_0).
-//
-//     tasks of a rank's product   | 0 1 2 3 4 5 6 7 |     the rank takes the first that is left,
-//                                   > > >       < <       others the last, while kFewestLeft are
-//
 // Several machines have the same number of ranks each. The first rank of each carries what its machine has computed:
 //
 //     gather  > meet > the first rank packs its machine's columns, sends them, unpacks the others' > meet
@@ -33,7 +26,6 @@
 #include <vector>
 
 #include "ops.h"
-#include "product_task.h"
 
 namespace octavo {
 
@@ -69,27 +61,6 @@ struct MachineLink {
     std::function<void(char* message, int64_t bytes)> broadcast;     // the first machine's
 };
 
-// How a product is split into tasks: each is a block of rows times a stretch of panels. By block: those of a block
-// follow each other.
-struct ProductTasks {
-    int64_t panels, blocks, stretches;
-    bool by_block;
-    int count() const { return static_cast<int>(blocks * stretches); }
-    int64_t block(int task) const { return by_block ? task / stretches : task % blocks; }
-    int64_t first_panel(int task) const { return panels * stretch(task) / stretches; }
-    int64_t end_panel(int task) const { return panels * (stretch(task) + 1) / stretches; }
-
-  private:
-    int64_t stretch(int task) const { return by_block ? task % stretches : task / blocks; }
-};
-// A rank's product, of which other ranks may take tasks.
-struct SharedProduct {
-    ProductTasks tasks;
-    const char* packed;  // in the rank's memory
-    WeightFormat format;
-    int64_t first, width;  // the rank's columns: where they begin among all, and how many they are
-};
-
 class Ranks {
   public:
     static int64_t bytes(const RankLayout& layout);
@@ -115,17 +86,6 @@ class Ranks {
     void gather(const Matrix& buffer, const Columns& columns, int64_t element_bytes);
     void gather_rows(const Matrix& buffer, const std::function<int(int64_t row)>& rank_of);
 
-    // Lets the other ranks of this machine take tasks of a product until the next meeting; at most once between two.
-    // Returns false, and lets nobody, if there are too many.
-    bool share(const SharedProduct& product);
-    // The next task of the own product that nobody has taken; -1: none is left.
-    int next_task() { return take(place_.rank, true); }
-    // What another rank shares since the last meeting; null: nothing, or this process may not read its memory.
-    const SharedProduct* shared_by(int rank) const;
-    // A task of a rank that has some left; -1: it has too few. To be read and computed before the next meeting.
-    int take_task(int rank) { return take(rank, false); }
-    void read(int rank, const char* from, char* to, int64_t bytes);  // throws RankError
-
     // Rank 0 writes a message of at most message_bytes, then sends so many bytes. The others must have met since the
     // last one.
     char* message() const { return message_; }
@@ -146,7 +106,6 @@ class Ranks {
   private:
     struct Header;
     struct Signal;
-    struct Tasks;
     RankLayout layout_;
     RankPlace place_;
     MachineLink link_;
@@ -159,7 +118,6 @@ class Ranks {
     void raise(Signal& signal, uint32_t number);
     void wait(Signal& signal, uint32_t number, double seconds);
     void check() const;
-    int take(int rank, bool own);
     template <class Carry> void carry(const Carry& carry);
 };
 

@@ -14,8 +14,6 @@
 #include "harness.h"
 #include "rank_steps.h"
 #include "ranks.h"
-#include "thread_pool.h"
-#include "weight_case.h"
 
 namespace octavo::test {
 namespace {
@@ -202,87 +200,6 @@ TEST_ONCE(what_does_not_fit_into_the_memory_of_ranks_is_refused) {
     CHECK(ranks.next_buffer(2, kLayout.last_bytes) != nullptr);
     CHECK(!thrown<std::invalid_argument>([&] { ranks.next_buffer(0, kLayout.slot_bytes + 1); }).empty());
     CHECK(!thrown<std::runtime_error>([&] { Ranks(-1, kLayout, {0, 1, 0, 1}, 1); }).empty());
-}
-
-// A product of two ranks, | columns of rank 0 | columns of rank 1 |, as each computes it alone and with the other.
-struct DividedProduct {
-    TestWeight weights[2];
-    bool gated;
-    Storage storage;
-    int64_t rows, widths[2], width;
-    Buffer x, alone, together;
-
-    DividedProduct(WeightFormat format, int64_t inputs, int64_t rows)
-        : weights{{format, 32 * random_int(4, 30), inputs}, {format, 32 * random_int(4, 30), inputs}},
-          gated(random_bool()),
-          storage(float_storage(format)),
-          rows(rows),
-          widths{weights[0].outputs / (gated ? 2 : 1), weights[1].outputs / (gated ? 2 : 1)},
-          width(widths[0] + widths[1]),
-          x(rows * inputs * element_bytes(storage)),
-          alone(rows * width * 4),
-          together(rows * width * 4) {
-        fill_normal(x, storage);
-        for (int rank = 0; rank < 2; ++rank) multiply(rank, alone, nullptr);
-    }
-    void multiply(int rank, const Buffer& to, Ranks* ranks) const {
-        const int64_t inputs = weights[rank].inputs, first = rank ? widths[0] : 0;
-        const ColumnsOfRanks among{ranks, to.data(), first};
-        linear(weights[rank].weight(), storage, {x.data(), rows, inputs, inputs * element_bytes(storage)},
-               {to.data() + first * 4, width * 4, widths[rank], nullptr, kF32, gated ? kSiluGate : kPlain}, true,
-               ranks ? &among : nullptr);
-    }
-    bool is_right() const { return std::memcmp(alone.data(), together.data(), alone.size()) == 0; }
-};
-
-TEST(ranks_that_take_tasks_of_each_other_compute_the_same_bits) {
-    for (int i = cases(6); i > 0; --i) {
-        const WeightFormat format = random_format();
-        const DividedProduct product(format, random_inputs(format, 300), random_of({1, 2, 17, 100, 300}));
-        describe_case(std::string(name_of(format)) + ", " + std::to_string(product.rows) + " rows");
-        Group group(2);
-        set_num_threads(random_int(1, 6));
-        for (int use = 0; use < 3; ++use)
-            group.run([&](Ranks& ranks) {
-                ranks.meet();
-                product.multiply(ranks.place().rank, product.together, &ranks);
-            });
-        CHECK(product.is_right());
-    }
-}
-
-TEST(a_rank_computes_tasks_of_one_that_is_late_but_the_last_few) {
-    const DividedProduct product(WeightFormat::q8_0, 64, 3);
-    Group group(2);
-    const int64_t panels = product.weights[1].outputs / 32;
-    Ranks& late = *group.ranks[1];
-    CHECK(late.share({{panels, 1, panels, false}, product.weights[1].packed->data(), WeightFormat::q8_0,
-                      product.widths[0], product.widths[1]}));
-    product.multiply(0, product.together, group.ranks[0].get());
-    const int64_t computed = product.widths[0] + 2 * product.widths[1] / panels;
-    for (int64_t row = 0; row < product.rows; ++row)
-        for (int64_t column = 0; column < product.width; ++column) {
-            const int64_t at = (row * product.width + column) * 4;
-            const bool is_left = column >= product.widths[0] && column < computed;
-            CHECK(is_left != (std::memcmp(product.alone.data() + at, product.together.data() + at, 4) == 0));
-        }
-    CHECK(late.next_task() == 0 && late.next_task() == 1 && late.next_task() == -1);
-}
-
-TEST_ONCE(nothing_is_taken_from_a_rank_whose_memory_cannot_be_read) {
-    Group group(2, 0.05);
-    Ranks &rank = *group.ranks[0], &other = *group.ranks[1];
-    CHECK(rank.shared_by(1) == nullptr);
-    const char* const nowhere = reinterpret_cast<const char*>(8);
-    const ProductTasks tasks{5, 1, 5, false};
-    CHECK(other.share({tasks, nowhere, WeightFormat::q8_0, 0, 160}));
-    CHECK(rank.shared_by(1) == nullptr);
-    char byte = 1;
-    CHECK(other.share({tasks, &byte, WeightFormat::q8_0, 0, 160}));
-    CHECK(rank.shared_by(1) != nullptr && rank.take_task(1) == 4 && other.next_task() == 0);
-    // It has died: what ended it is the reason, or that it does not answer.
-    CHECK(thrown<RankError>([&] { rank.read(1, nowhere, &byte, 1); }) == "rank 1 has not answered rank 0 for 0 s");
-    CHECK(!other.share({{1 << 10, 1 << 10, 1 << 10, false}, &byte, WeightFormat::q8_0, 0, 1 << 15}));
 }
 
 TEST_ONCE(blocks_are_copied_as_if_all_were_read_first) {
