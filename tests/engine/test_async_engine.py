@@ -285,7 +285,11 @@ async def test_unusable_logits_end_their_request_and_no_other(core: EngineCore) 
         assert_drained(core)
 
 
-async def test_when_a_step_raises_every_caller_hears_of_it(core: EngineCore, caplog: pytest.LogCaptureFixture) -> None:
+async def test_when_a_step_raises_every_caller_hears_of_it_and_everything_is_closed(
+    core: EngineCore, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed: list[str] = []
+    core._resources.callback(closed.append, "ranks, stores and logs")
     async with started(core) as engine:
         slow_down(core, 0.002)
         break_after(core, 10)
@@ -296,6 +300,7 @@ async def test_when_a_step_raises_every_caller_hears_of_it(core: EngineCore, cap
         assert not engine.is_alive
         with pytest.raises(EngineDeadError, match="the engine has stopped: secret insides"):
             await collect(engine, PROMPT, tokens(1))
+        await until(lambda: bool(closed))
     assert "the step loop died" in caplog.text
     assert "RuntimeError: secret insides" in caplog.text
 

@@ -271,6 +271,10 @@ class AsyncEngine:
             dead = EngineDeadError(f"the engine has stopped: {error}")
             dead.__cause__ = cause
             self._call_in_loop(partial(self._fail, dead))
+            try:
+                self.core.abandon()  # other ranks end, and what is logged or on its way to a store is written
+            except Exception:
+                logger.exception("closing the engine failed too")
         finally:
             self._watchdog.stop()
 

@@ -286,12 +286,18 @@ class EngineCore:
         Args:
             seconds: maximum time to write blocks; what was not written by then is lost.
         """
-        for request_id in list(self.scheduler.live):
-            self.end(request_id)
-            self.outputs.forget(request_id)
-        self._flush()
-        if self.tiers is not None:
-            self._write_reused(self.tiers, seconds)
+        try:
+            for request_id in list(self.scheduler.live):
+                self.end(request_id)
+                self.outputs.forget(request_id)
+            self._flush()
+            if self.tiers is not None:
+                self._write_reused(self.tiers, seconds)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close everything without storing another block: after a fatal error, a block may not be what its key says."""
         self._resources.close()
 
     def _write_reused(self, tiers: LowerTiers, seconds: float) -> None:

@@ -118,6 +118,8 @@ class GrammarCompiler:
         self._eos_token_ids = eos_token_ids
         self._max_ms = max_ms
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
+        self._read: Vocabulary | None = None
         self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Future[CompiledGrammar]] = OrderedDict()
         # All compiled grammars in use, including those that have been dropped from the cache.
         self._used: weakref.WeakValueDictionary[StructuredOutputsParams, CompiledGrammar] = (
@@ -140,13 +142,13 @@ class GrammarCompiler:
         # Not one of the threads that give way: on a busy machine it would hold the lock ten times as long.
         thread = ThreadPoolExecutor(1, "octavo-vocabulary")
         try:
-            return thread.submit(self._read_vocabulary)
+            return thread.submit(self._prepare_vocabulary)
         finally:
             thread.shutdown(wait=False)
 
-    def _read_vocabulary(self) -> None:
+    def _prepare_vocabulary(self) -> None:
         try:
-            self._vocabulary  # noqa: B018  cached
+            self._vocabulary  # noqa: B018  read once
         except RequestError as error:
             logger.info("no structured outputs: %s", error)  # requests that need one are refused with this reason
 
@@ -234,8 +236,15 @@ class GrammarCompiler:
                 f"compiling structured_outputs.{wanted.kind} takes more than {most}", param="structured_outputs"
             ) from None
 
-    @cached_property
+    @property
     def _vocabulary(self) -> Vocabulary:
+        # Not a `cached_property`, which has no lock from Python 3.12 on: each thread would read it for seconds.
+        with self._reading:
+            if self._read is None:
+                self._read = self._read_vocabulary()
+            return self._read
+
+    def _read_vocabulary(self) -> Vocabulary:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         tokenizer = self._load_tokenizer()
