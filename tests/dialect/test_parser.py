@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from octavo.dialect.events import Arguments, CallBegins, Content, Reasoning
 from octavo.dialect.formats import (
     CALL_FORMATS,
+    PYTHON_LIST,
+    CallForm,
     CallFormat,
-    JsonCalls,
-    NamedJsonCall,
-    PythonCalls,
-    XmlCall,
     call_format,
+    json_calls,
     reasoning_format,
 )
 from octavo.dialect.parser import Dialect, OutputParser
@@ -53,7 +52,7 @@ class Told:
                 case Reasoning(text, end):
                     self.reasoning += text
                     assert self.written[end - len(text) : end] == text
-                case CallBegins(index, name):
+                case CallBegins(index, name, _):
                     assert index == len(self.names)
                     self.names.append(name)
                     self.arguments.append("")
@@ -426,22 +425,23 @@ def test_an_answer_parsed_in_pieces_equals_the_answer_parsed_whole(
     whole = parsed(speaks, text)
     assert parsed(speaks, *text) == whole
     assert parsed(speaks, text[:cut], text[cut:]) == whole
-    if not whole.names and not whole.reasoning and "<think>" not in text:
+    if not whole.names and not whole.reasoning and "think>" not in text:
         assert whole.content == text
 
 
+XML_FORM = CALL_FORMATS[0].forms[0]
 marks = st.text("<>[]|/ab", min_size=1, max_size=6)
 formats = st.builds(
     CallFormat,
     name=st.just("random"),
     opening=marks,
-    bodies=st.lists(
-        st.sampled_from([XmlCall(), PythonCalls(), NamedJsonCall("[ARGS]"), NamedJsonCall("|")])
+    forms=st.lists(
+        st.sampled_from([XML_FORM, PYTHON_LIST, CallForm(between="[ARGS]"), CallForm(between="|")])
         | st.builds(
-            JsonCalls,
-            st.sampled_from([("arguments",), ("parameters", "arguments")]),
-            st.sampled_from([("", ""), ("[", "]"), ("(", ")")]),
-            st.sampled_from(["", ",", ";"]),
+            json_calls,
+            st.sampled_from(["arguments", "parameters"]),
+            brackets=st.sampled_from([("", ""), ("[", "]"), ("(", ")")]),
+            separator=st.sampled_from([None, "", ",", ";"]),
         ),
         min_size=1,
         max_size=2,
@@ -468,7 +468,7 @@ json_formats = st.builds(
     CallFormat,
     name=st.just("random"),
     opening=marks,
-    bodies=st.builds(JsonCalls, st.sampled_from([("arguments",), ("parameters",)])).map(lambda body: (body,)),
+    forms=st.sampled_from(["arguments", "parameters"]).map(lambda member: (json_calls(member),)),
     closing=marks,
 )
 

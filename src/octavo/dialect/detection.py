@@ -50,6 +50,9 @@ def template_calls(render: Render, template: str) -> TemplateCalls:
         if (written := _written(render, as_text=as_text)) is None:
             continue
         if _NAME not in written:
+            # Kimi K2 Thinking's template writes the id alone, of which the name is a part.
+            written = _written(render, as_text=as_text, call_id=f"functions.{_NAME}:0") or ""
+        if _NAME not in written:
             return TemplateCalls(described, are_dropped=True)
         found = next((each for each in CALL_FORMATS if not each.unmarked and _reads(each, written)), None)
         if found is None and described is not None and described.unmarked:
@@ -87,7 +90,7 @@ def reasoning_marks(render: Render, template: str) -> str:
         return template
 
 
-def _written(render: Render, *, as_text: bool) -> str | None:
+def _written(render: Render, *, as_text: bool, call_id: str = "call00000") -> str | None:
     """Return the text of a call in a rendered chat, from the question to the result; None if it cannot be rendered."""
     arguments: Any = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
     parameters = {
@@ -100,11 +103,11 @@ def _written(render: Render, *, as_text: bool) -> str | None:
     }
     function = {"name": _NAME, "description": "a function", "parameters": parameters}
     # Mistral's templates require ids of nine letters and digits.
-    call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     chat = [
         {"role": "user", "content": _QUESTION},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call00000", "name": _NAME, "content": _RESULT},
+        {"role": "tool", "tool_call_id": call_id, "name": _NAME, "content": _RESULT},
     ]
     try:
         text = render(chat, tools=[{"type": "function", "function": function}], add_generation_prompt=False)
@@ -126,7 +129,7 @@ def _after_prompt(render: Render, written: str) -> str:
 
 def _reads(calls: CallFormat, written: str) -> bool:
     """Whether the format's parser finds the call, up to its closing mark."""
-    if calls.closing not in written:
+    if calls.closing.strip() not in written:
         return False
     if calls.channels:
         written = written.rpartition("<|start|>assistant")[2]
@@ -135,6 +138,8 @@ def _reads(calls: CallFormat, written: str) -> bool:
     names = [event.name for event in events if isinstance(event, CallBegins)]
     text = "".join(event.text for event in events if isinstance(event, Arguments))
     try:
-        return names == [_NAME] and bool(json.loads(text) == _ARGUMENTS)
+        # Some templates write numbers as text.
+        read = {name: str(value) for name, value in json.loads(text).items()}
+        return names == [_NAME] and read == {name: str(value) for name, value in _ARGUMENTS.items()}
     except ValueError:
         return False

@@ -27,10 +27,15 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """The beginning of a tool call; its arguments follow."""
+    """The beginning of a tool call; its arguments follow.
+
+    Attributes:
+        id: the id that the model gave the call; "" if it gave none.
+    """
 
     index: int
     name: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

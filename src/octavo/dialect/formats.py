@@ -1,97 +1,90 @@
-"""The formats in which models write tool calls and reasoning, as data.
+"""The formats in which models write tool calls and reasoning, each one declaration.
 
-    hermes        <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
-    qwen3_xml     <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
-    glm45         <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
-    llama3_json   {"name": "f", "parameters": {"a": 1}}; …     also after <|python_tag|>
-    mistral       [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, …]     or [TOOL_CALLS]f[ARGS]{"a": 1}
-    deepseek_v31  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>…
-    openai        <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>     (harmony)
-    apertus       <|tools_prefix|>[{"f": {"a": 1}}, …]<|tools_suffix|>
-    pythonic      [f(a=1), …]
+    opening          before    head   between          arguments   after   closing
+    <tool_call>      {"name": "  f    ", "arguments":  {"a": 1}    }       </tool_call>         hermes
+    <tool_call>      <function=  f    >                tags        </function>  </tool_call>    qwen3_xml
+    [TOOL_CALLS]                 f    [ARGS]           {"a": 1}                                 mistral
+    <|tool_call>     call:       f                     {a:1}               <tool_call|>         gemma4
+    [                            f    (                a=1         )       ]                    pythonic
 
-The names are those of vLLM's `--tool-call-parser` and `--reasoning-parser`.
+From a declaration come what is written in prompts, the grammar of answers that must call, the parser, and how a chat
+template's format is found. Line breaks at the ends of marks are written, but may be missing or other spaces in what
+is read. The names are those of vLLM's `--tool-call-parser` and `--reasoning-parser`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from octavo.dialect.notations import JSON_OBJECT, BareKeys, Keywords, Notation, Tags
+
+_NAME = r"(?P<name>[^\s\[\]{}<>|\"]+)"
+
 
 @dataclass(frozen=True, slots=True)
-class JsonCalls:
-    """Calls as JSON objects, whose members may be in any order; unknown members are ignored.
+class CallForm:
+    """How a call is written, and the calls of a run.
 
     Attributes:
+        before, between, after: marks before the function's name, between it and the arguments, and after those.
+        head: what stands for the name: with `{id}` if the call's id is written beside it, with `{index}` if the whole
+            is the id and ends with the number of the call.
+        arguments: their notation.
+        members: if a call is a JSON object, the names of the members with the function's name and with the arguments,
+            for which further names are understood. Members may be in any order; unknown ones are ignored.
+        brackets: around the calls of a run.
+        separator: between two calls of a run; None if a run is one call.
+    """
+
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    head: str = "{name}"
+    arguments: Notation = JSON_OBJECT
+    members: tuple[str, ...] = ()
+    brackets: tuple[str, str] = ("", "")
+    separator: str | None = None
+
+    def may_begin(self, first: str) -> bool:
+        """Return whether a run of calls in this form may begin with the character `first`."""
+        mark = self.brackets[0] or self.before
+        return first == mark[0] if mark else first.isidentifier()
+
+    def head_parts(self, head: str) -> tuple[str, str]:
+        """Return the function's name and the call's id, if it has one, from what stands for the name."""
+        for pattern in (self.head, *(["{name}"] if self.head.startswith("{name}") else [])):
+            regex = re.escape(pattern).replace(r"\{name\}", _NAME).replace(r"\{id\}", r"(?P<id>\S*)")
+            if found := re.fullmatch(regex.replace(r"\{index\}", r"\d+"), head.strip()):
+                return found["name"], head.strip() if "{index}" in pattern else found.groupdict().get("id", "")
+        return "", ""
+
+
+def json_calls(
+    *arguments: str, name: str = "name", brackets: tuple[str, str] = ("", ""), separator: str | None = None
+) -> CallForm:
+    """Return the form of calls that are JSON objects.
+
+    Args:
         arguments: names that the member with the arguments may have; the first is the model's own.
-        brackets: the brackets around a run of calls.
-        separator: separator between two calls of a run; "" if a run is one call.
         name: name of the member with the function's name.
     """
-
-    arguments: tuple[str, ...]
-    brackets: tuple[str, str] = ("", "")
-    separator: str = ""
-    name: str = "name"
-
-
-@dataclass(frozen=True, slots=True)
-class NamedJsonCall:
-    """Calls as a name, a tag, and the arguments as an object: `f[ARGS]{…}`.
-
-    Attributes:
-        tag: it may be missing where `before` is empty.
-        before, after: marks around each call; where there are any, one run has all calls.
-        separator: between two calls of a run.
-        numbered: whether a name ends with the number of its call, as in `f:0`.
-    """
-
-    tag: str
-    before: str = ""
-    after: str = ""
-    separator: str = ""
-    numbered: bool = False
+    return CallForm(
+        before=f'{{"{name}": "',
+        between=f'", "{arguments[0]}": ',
+        after="}",
+        members=(name, *arguments),
+        brackets=brackets,
+        separator=separator,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class XmlCall:
-    """Calls in tags, whose values have no quotes. The defaults are `<function=f><parameter=a>1</parameter></function>`.
-
-    Attributes:
-        name: marks around the function's name; () if it has none, and no closing tag.
-        key: mark before a parameter's name.
-        between: marks between a parameter's name and its value.
-        value_end, end: marks after a value, and after the last parameter.
-        padded: whether values stand on lines of their own.
-        typed: whether `string="true"` or `string="false"` follows a parameter's name.
-    """
-
-    name: tuple[str, str] | tuple[()] = ("<function=", ">")
-    key: str = "<parameter="
-    between: tuple[str, ...] = (">",)
-    value_end: str = "</parameter>"
-    end: str = "</function>"
-    padded: bool = True
-    typed: bool = False
+def json_list(*arguments: str, name: str = "name") -> CallForm:
+    """Return the form of a list of calls that are JSON objects."""
+    return json_calls(*arguments, name=name, brackets=("[", "]"), separator=", ")
 
 
-@dataclass(frozen=True, slots=True)
-class BareCall:
-    """Calls as `call:f{a:1,b:<|"|>text<|"|>}`: keys have no quotes, and strings have markers instead.
-
-    Attributes:
-        quote: the mark around a string.
-    """
-
-    quote: str
-
-
-@dataclass(frozen=True, slots=True)
-class PythonCalls:
-    """Calls as `[f(a=1), g()]`."""
-
-
-Body = JsonCalls | NamedJsonCall | XmlCall | BareCall | PythonCalls
+PYTHON_LIST = CallForm(between="(", after=")", arguments=Keywords(), brackets=("[", "]"), separator=", ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +93,9 @@ class CallFormat:
 
     Attributes:
         opening: the mark before a run of calls; "" if there is none.
-        bodies: forms that the calls may have; the first is enforced if the model must call a tool.
+        forms: that the calls may have; the first is enforced if the model must call a tool.
         closing: the mark after a run of calls.
+        between_runs: what stands between two runs.
         unmarked: whether a run may begin the answer without `opening`; such calls must name a tool of the request.
         marks_are_special: whether the marks are special tokens, which are left out of the text by default.
         id_length: length of a call's id, if the chat template requires one; otherwise None.
@@ -113,8 +107,9 @@ class CallFormat:
 
     name: str
     opening: str
-    bodies: tuple[Body, ...]
+    forms: tuple[CallForm, ...]
     closing: str = ""
+    between_runs: str = "\n"
     unmarked: bool = False
     marks_are_special: bool = False
     id_length: int | None = None
@@ -123,18 +118,15 @@ class CallFormat:
     channels: bool = False
 
     @property
-    def is_one_run(self) -> bool:
-        """Whether all calls of an answer share one pair of marks."""
-        body = self.bodies[0]
-        return isinstance(body, PythonCalls) or bool(
-            body.brackets[0] if isinstance(body, JsonCalls) else isinstance(body, NamedJsonCall) and body.before
-        )
+    def mark(self) -> str:
+        """`opening`, as it is read."""
+        return self.opening.strip()
 
     @property
-    def padding(self) -> str:
-        """Separators that a model writes between the marks and a call that stands alone."""
-        body = self.bodies[0]
-        return "\n" if isinstance(body, JsonCalls) or (isinstance(body, XmlCall) and body.name) else ""
+    def around_run(self) -> tuple[str, str]:
+        """What is written before and after a run of calls."""
+        before, after = self.forms[0].brackets
+        return ("" if self.unmarked else self.opening) + before, after + self.closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +135,7 @@ class ReasoningFormat:
 
     Attributes:
         answer: mark before the answer that follows.
+        sign: text by which a template that has this format is known; "" if it is `closing`.
         dropped, channels: see `CallFormat`.
     """
 
@@ -151,126 +144,176 @@ class ReasoningFormat:
     closing: str
     marks_are_special: bool = False
     answer: str = ""
+    sign: str = ""
     dropped: tuple[str, ...] = ()
     channels: bool = False
 
 
 _COHERE_ANSWER = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
-_FUNCTION_LIST = ("[", "]")
+_SOLAR_ANSWER = ("<|begin|>assistant", "<|content|>")
+
+
+def _tags(before: str, between: str, after: str, tags: Tags, separator: str | None = None) -> CallForm:
+    return CallForm(before, between, after, arguments=tags, separator=separator)
+
+
+def _invoke(prefix: str = "", before: str = "", after: str = "", *, typed: bool = False) -> CallForm:
+    """Return the form of calls as `<invoke name="f"><parameter name="a">1</parameter></invoke>`."""
+    tags = Tags(f'<{prefix}parameter name="', ('"' if typed else '">',), f"</{prefix}parameter>", typed=typed)
+    return _tags(f'{before}<{prefix}invoke name="', '">\n', f"</{prefix}invoke>{after}", tags, "\n")
+
+
+def _arguments_tags(suffix: str = "") -> Tags:
+    return Tags(f"<arg_key{suffix}>", (f"</arg_key{suffix}>", f"<arg_value{suffix}>"), f"</arg_value{suffix}>")
+
 
 # Where several formats would read a call, the first is taken: those with closing marks come before those without.
 CALL_FORMATS = (
-    CallFormat("qwen3_xml", "<tool_call>", (XmlCall(),), "</tool_call>", template_marks=("<function=",)),
+    CallFormat(
+        "qwen3_xml",
+        "<tool_call>\n",
+        (_tags("<function=", ">\n", "</function>", Tags(padded=True)),),
+        "\n</tool_call>",
+        template_marks=("<function=",),
+    ),
     CallFormat(
         "seed_oss",
-        "<seed:tool_call>",
-        (XmlCall(padded=False),),
-        "</seed:tool_call>",
+        "<seed:tool_call>\n",
+        (_tags("<function=", ">\n", "</function>", Tags()),),
+        "\n</seed:tool_call>",
         template_marks=("<seed:tool_call>",),
     ),
     CallFormat(
         "glm45",
         "<tool_call>",
-        (XmlCall((), "<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>", "", padded=False),),
+        (_tags("", "\n", "", _arguments_tags()),),
         "</tool_call>",
         template_marks=("<arg_key>",),
     ),
-    CallFormat(
-        "minimax_m2",
-        "<minimax:tool_call>",
-        (XmlCall(('<invoke name="', '">'), '<parameter name="', ('">',), end="</invoke>", padded=False),),
-        "</minimax:tool_call>",
-        template_marks=("<minimax:tool_call>",),
+    *(
+        CallFormat(name, f"<{mark}>\n", (_invoke(),), f"\n</{mark}>", template_marks=(f"<{mark}>",))
+        for name, mark in (("minimax_m2", "minimax:tool_call"), ("dots", "dots_function_call"))
     ),
-    CallFormat("hermes", "<tool_call>", (JsonCalls(("arguments",)),), "</tool_call>", template_marks=("<tool_call>",)),
+    CallFormat(
+        "hermes",
+        "<tool_call>\n",
+        (json_calls("arguments"),),
+        "\n</tool_call>",
+        template_marks=("<tool_call>",),
+    ),
+    CallFormat("longcat", "<longcat_tool_call>\n", (json_calls("arguments"),), "\n</longcat_tool_call>"),
     CallFormat(
         "mistral",
         "[TOOL_CALLS]",
-        (JsonCalls(("arguments",), _FUNCTION_LIST, ","), NamedJsonCall("[ARGS]")),
+        (json_list("arguments"), CallForm(between="[ARGS]", head="{name}[CALL_ID]{id}")),
         marks_are_special=True,
         id_length=9,
         template_marks=("[TOOL_CALLS]",),
     ),
-    CallFormat(
-        "deepseek_v3",
-        "<｜tool▁calls▁begin｜>",
-        (NamedJsonCall("\n```json\n", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```<｜tool▁call▁end｜>"),),
-        "<｜tool▁calls▁end｜>",
-        marks_are_special=True,
+    *(
+        CallFormat(
+            name,
+            "<｜tool▁calls▁begin｜>",
+            (CallForm(f"<｜tool▁call▁begin｜>{before}", between, f"{after}<｜tool▁call▁end｜>", separator="\n"),),
+            "<｜tool▁calls▁end｜>",
+            marks_are_special=True,
+        )
+        for name, before, between, after in (
+            ("deepseek_v3", "function<｜tool▁sep｜>", "\n```json\n", "\n```"),
+            ("deepseek_v31", "", "<｜tool▁sep｜>", ""),
+        )
+    ),
+    *(
+        CallFormat(
+            name,
+            f"<｜DSML｜{mark}>\n",
+            (_invoke("｜DSML｜", typed=True),),
+            f"\n</｜DSML｜{mark}>",
+            marks_are_special=True,
+        )
+        for name, mark in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
     ),
     CallFormat(
-        "deepseek_v31",
-        "<｜tool▁calls▁begin｜>",
-        (NamedJsonCall("<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),),
-        "<｜tool▁calls▁end｜>",
+        "step3",
+        "<｜tool_calls_begin｜>\n",
+        (_invoke("steptml:", "<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>"),),
+        "\n<｜tool_calls_end｜>",
         marks_are_special=True,
     ),
     *(
         CallFormat(
             name,
-            f"<｜DSML｜{mark}>",
-            (
-                XmlCall(
-                    ('<｜DSML｜invoke name="', '">'),
-                    '<｜DSML｜parameter name="',
-                    ('"',),
-                    "</｜DSML｜parameter>",
-                    "</｜DSML｜invoke>",
-                    padded=False,
-                    typed=True,
-                ),
-            ),
-            f"</｜DSML｜{mark}>",
+            opening,
+            (CallForm("call:", arguments=BareKeys(quote)),),
+            closing,
             marks_are_special=True,
+            template_marks=(opening,),
+            dropped=dropped,
         )
-        for name, mark in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
-    ),
-    *(
-        CallFormat(name, opening, (BareCall(quote),), closing, marks_are_special=True, template_marks=(opening,))
-        for name, opening, quote, closing in (
-            ("gemma4", "<|tool_call>", '<|"|>', "<tool_call|>"),
-            ("functiongemma", "<start_function_call>", "<escape>", "<end_function_call>"),
+        for name, opening, quote, closing, dropped in (
+            ("gemma4", "<|tool_call>", '<|"|>', "<tool_call|>", ("<|tool_response>",)),
+            ("functiongemma", "<start_function_call>", "<escape>", "<end_function_call>", ()),
         )
     ),
     CallFormat(
         "kimi_k2",
         "<|tool_calls_section_begin|>",
         (
-            NamedJsonCall(
-                "<|tool_call_argument_begin|>", "<|tool_call_begin|>functions.", "<|tool_call_end|>", numbered=True
+            CallForm(
+                "<|tool_call_begin|>",
+                "<|tool_call_argument_begin|>",
+                "<|tool_call_end|>",
+                head="functions.{name}:{index}",
+                separator="",
             ),
         ),
         "<|tool_calls_section_end|>",
         marks_are_special=True,
     ),
     CallFormat(
+        "solar_open",
+        "<|tool_calls|>",
+        (
+            CallForm(
+                "<|tool_call:begin|>",
+                "<|tool_call:args|>",
+                "<|tool_call:end|>",
+                head="{id}<|tool_call:name|>{name}",
+                separator="",
+            ),
+        ),
+        marks_are_special=True,
+        id_length=10,
+        dropped=(*_SOLAR_ANSWER, "<|calls|>"),
+    ),
+    CallFormat(
         "apertus",
-        "<|tools_prefix|>[",
-        (NamedJsonCall('": ', '{"', "}", ","),),
-        "]<|tools_suffix|>",
+        "<|tools_prefix|>",
+        (CallForm('{"', '": ', "}", brackets=("[", "]"), separator=", "),),
+        "<|tools_suffix|>",
         marks_are_special=True,
     ),
     CallFormat(
         "hy_v3",
-        "<tool_calls:opensource>",
+        "<tool_calls:opensource>\n",
         (
-            XmlCall(
-                ("<tool_call:opensource>", "<tool_sep:opensource>"),
-                "<arg_key:opensource>",
-                ("</arg_key:opensource>", "<arg_value:opensource>"),
-                "</arg_value:opensource>",
+            _tags(
+                "<tool_call:opensource>",
+                "<tool_sep:opensource>\n",
                 "</tool_call:opensource>",
-                padded=False,
+                _arguments_tags(":opensource"),
+                "\n",
             ),
         ),
-        "</tool_calls:opensource>",
+        "\n</tool_calls:opensource>",
         marks_are_special=True,
     ),
     CallFormat(
         "openai",
         "<|channel|>commentary to=functions.",
-        (NamedJsonCall(" <|constrain|>json<|message|>"),),
+        (CallForm(between=" <|constrain|>json<|message|>"),),
         "<|call|>",
+        between_runs="<|start|>assistant",
         marks_are_special=True,
         template_marks=("<|channel|>commentary",),
         channels=True,
@@ -278,7 +321,7 @@ CALL_FORMATS = (
     CallFormat(
         "cohere_command3",
         "<|START_ACTION|>",
-        (JsonCalls(("parameters",), _FUNCTION_LIST, ",", "tool_name"),),
+        (json_list("parameters", name="tool_name"),),
         "<|END_ACTION|>",
         marks_are_special=True,
         template_marks=("<|START_ACTION|>",),
@@ -286,21 +329,29 @@ CALL_FORMATS = (
     ),
     CallFormat(
         "command_r",
-        "Action:\n```json",
-        (JsonCalls(("parameters",), _FUNCTION_LIST, ",", "tool_name"),),
-        "```",
+        "Action:\n```json\n",
+        (json_list("parameters", name="tool_name"),),
+        "\n```",
         template_marks=("Action: ```json", "Action:\\n```json", "Action:\n```json"),
     ),
-    *(
-        CallFormat(name, opening, (JsonCalls(("arguments",)),), marks_are_special=True, dropped=("<|message_sep|>",))
-        for name, opening in (("gigachat3", "function call<|role_sep|>"), ("gigachat31", "<|function_call|>"))
+    CallFormat(
+        "internlm",
+        "<|action_start|><|plugin|>\n",
+        (json_calls("parameters", "arguments"),),
+        "<|action_end|>",
+        marks_are_special=True,
     ),
-    CallFormat("jamba", "<tool_calls>", (JsonCalls(("arguments",), _FUNCTION_LIST, ","),), "</tool_calls>"),
-    CallFormat("nemotron_json", "<TOOLCALL>", (JsonCalls(("arguments",), _FUNCTION_LIST, ","),), "</TOOLCALL>"),
+    *(
+        CallFormat(name, opening, (json_calls("arguments"),), marks_are_special=True, dropped=("<|message_sep|>",))
+        for name, opening in (("gigachat3", "function call<|role_sep|>\n"), ("gigachat31", "<|function_call|>"))
+    ),
+    CallFormat("jamba", "<tool_calls>", (json_list("arguments"),), "</tool_calls>"),
+    CallFormat("minimax_m1", "<tool_calls>\n", (json_calls("arguments", separator="\n"),), "\n</tool_calls>"),
+    CallFormat("nemotron_json", "<TOOLCALL>", (json_list("arguments"),), "</TOOLCALL>"),
     CallFormat(
         "phi4_mini_json",
         "<|tool_call|>",
-        (JsonCalls(("arguments",), _FUNCTION_LIST, ","),),
+        (json_list("arguments"),),
         "<|/tool_call|>",
         marks_are_special=True,
         template_marks=("<|/tool_call|>", "<|/tool|>"),
@@ -308,33 +359,55 @@ CALL_FORMATS = (
     CallFormat(
         "granite",
         "<|tool_call|>",
-        (JsonCalls(("arguments",), _FUNCTION_LIST, ","),),
+        (json_list("arguments"),),
         marks_are_special=True,
         template_marks=("<|tool_call|>",),
     ),
+    CallFormat("granite_20b_fc", "<function_call> ", (json_calls("arguments"),), template_marks=("<function_call> {",)),
+    CallFormat("functools", "functools", (json_list("arguments"),), template_marks=('functools[{"name"', "functools[")),
+    CallFormat(
+        "minicpm5",
+        '<function name="',
+        (_tags("", '">', "", Tags('<param name="', ('">',), "</param>", raw=("<![CDATA[", "]]>"))),),
+        "</function>",
+        template_marks=('<function name="',),
+    ),
+    CallFormat("functionary_v31", "<function=", (CallForm(between=">"),), "</function>"),
     CallFormat(
         "lfm2",
         "<|tool_call_start|>",
-        (PythonCalls(),),
+        (PYTHON_LIST,),
         "<|tool_call_end|>",
         marks_are_special=True,
         template_marks=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
     ),
     CallFormat(
+        "olmo3",
+        "<function_calls>\n",
+        (CallForm(between="(", after=")", arguments=Keywords(), separator="\n"),),
+        "\n</function_calls>",
+        template_marks=("<function_calls>",),
+    ),
+    CallFormat(
         "llama3_json",
         "<|python_tag|>",
-        (JsonCalls(("parameters", "arguments"), separator=";"),),
+        (json_calls("parameters", "arguments", separator="; "),),
         unmarked=True,
         template_marks=('{"name": function name, "parameters":', "<|python_tag|>"),
     ),
-    CallFormat("pythonic", "", (PythonCalls(),), unmarked=True, template_marks=("[func_name1(", "[func1(")),
+    CallFormat("pythonic", "", (PYTHON_LIST,), unmarked=True, template_marks=("[func_name1(", "[func1(")),
+    CallFormat("xlam", "", (json_list("arguments"),), unmarked=True, template_marks=('[{"name": "tool_call_name"',)),
 )
 _OTHER_CALL_NAMES = {
     "qwen3_coder": "qwen3_xml",
     "glm47": "glm45",
     "deepseek_r1": "deepseek_v3",
     "gpt_oss": "openai",
-    "qwen": "hermes",
+    **dict.fromkeys(("qwen", "qwen3_json", "ernie45"), "hermes"),
+    **dict.fromkeys(("poolside_v1", "ling3"), "glm45"),
+    "granite4": "hermes",
+    "hunyuan_a13b": "jamba",
+    "step3p5": "qwen3_xml",
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
 }
@@ -346,6 +419,7 @@ REASONING_FORMATS = (
         "<|end|>",
         marks_are_special=True,
         answer="<|start|>assistant<|channel|>final<|message|>",
+        sign="<|channel|>analysis",
         channels=True,
     ),
     ReasoningFormat(
@@ -354,6 +428,15 @@ REASONING_FORMATS = (
         "<|END_THINKING|>",
         marks_are_special=True,
         dropped=_COHERE_ANSWER,
+    ),
+    ReasoningFormat(
+        "solar_open",
+        "<|think|>",
+        "<|end|>",
+        marks_are_special=True,
+        answer="<|begin|>assistant<|content|>",
+        sign="<|begin|>assistant<|think|>",
+        dropped=_SOLAR_ANSWER,
     ),
     ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", marks_are_special=True),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
@@ -381,8 +464,5 @@ def reasoning_format(name: str, template: str | None) -> ReasoningFormat | None:
     """Return the format of reasoning called `name`, or the one found in the template if it is "auto"; None if none."""
     wanted = _OTHER_REASONING_NAMES.get(name, name)
     if wanted == "auto":
-        text = template or ""
-        # Harmony's closing mark ends other templates' messages too.
-        marks = ((each, "<|channel|>analysis" if each.channels else each.closing) for each in REASONING_FORMATS)
-        return next((each for each, mark in marks if mark in text), None)
+        return next((each for each in REASONING_FORMATS if (each.sign or each.closing) in (template or "")), None)
     return next((each for each in REASONING_FORMATS if each.name == wanted), None)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from octavo.dialect.calls import CallReader, may_begin
+from octavo.dialect.calls import CallReader
 from octavo.dialect.events import Arguments, CallBegins, Content, Event, Reasoning
 from octavo.dialect.formats import CallFormat, ReasoningFormat
 from octavo.dialect.values import SPACES, Characters, MalformedError, Reader
@@ -142,16 +142,19 @@ class OutputParser:
     def _reasoning(self, reasoning: ReasoningFormat) -> Reader[None]:
         chars = self._chars
         yield from chars.skip_space()
+        mark = ""
         try:
-            yield from chars.expect(reasoning.opening)
+            # The closing mark alone: the model begins with an answer, and says so.
+            mark = yield from chars.one_of((reasoning.opening, reasoning.closing))
         except MalformedError:
             chars.give_back_all()
             if not self._dialect.in_reasoning:
                 return
         chars.settle()
-        yield from chars.skip_space()
-        chars.settle()
-        yield from self._until((reasoning.closing,), Reasoning)
+        if mark != reasoning.closing:
+            yield from chars.skip_space()
+            chars.settle()
+            yield from self._until((reasoning.closing,), Reasoning)
         chars.settle()
         yield from chars.skip_space()
         chars.settle()
@@ -160,9 +163,9 @@ class OutputParser:
         """Pass on text up to a run of calls; return "marked" or "unmarked", or "" at the end of the text."""
         if calls is not None and calls.unmarked and at_beginning:
             first = yield from self._chars.skip_space()
-            if any(may_begin(body, first) for body in calls.bodies):
+            if any(form.may_begin(first) for form in calls.forms):
                 return "unmarked"
-        opening = "" if calls is None else calls.opening
+        opening = "" if calls is None else calls.mark
         marks = (*((opening,) if opening else ()), *self._dialect.dropped)
         while found := (yield from self._until(marks, Content)):
             if found == opening:

@@ -144,6 +144,13 @@ class Characters:
                 self.fail()
         return read
 
+    def ahead(self, texts: Sequence[str]) -> Reader[str]:
+        """Return which of `texts` follows after spaces; it will be read again with all that is unsettled."""
+        yield from self.skip_space()
+        text = yield from self.one_of(texts)
+        self.give_back_all()
+        return text
+
     def until(self, ends: str) -> Reader[str]:
         """Read a name: the characters before the first of `ends`, which will be read again."""
         name: list[str] = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.dialect.formats import BareCall, Body, CallFormat, JsonCalls, NamedJsonCall, PythonCalls, XmlCall
+from octavo.dialect.formats import CallFormat
+from octavo.dialect.notations import to_json
 
 _INTRODUCTION = """You may call functions to help with the user's request. These are the functions you have, as JSON:
 <tools>
@@ -19,58 +19,18 @@ To call a function, answer in this form and with nothing else:
 
 def write_calls(calls: CallFormat, wanted: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Return calls, given as names and arguments, as a model with this format writes them."""
-    body = calls.bodies[0]
-    each = [_write(body, name, arguments) for name, arguments in wanted]
-    if isinstance(body, PythonCalls):
-        return f"{calls.opening}[{', '.join(each)}]{calls.closing}"
-    if isinstance(body, JsonCalls) and body.brackets[0]:
-        run = f"{body.separator} ".join(each)
-        return f"{calls.opening}{body.brackets[0]}{run}{body.brackets[1]}{calls.closing}"
-    if isinstance(body, NamedJsonCall) and calls.is_one_run:
-        return f"{calls.opening}{body.separator.join(each)}{calls.closing}"
-    if not calls.closing:
-        return ("" if calls.unmarked else calls.opening) + "; ".join(each)
-    pad = calls.padding
-    separator = "<|start|>assistant" if calls.channels else "\n"
-    return separator.join(f"{calls.opening}{pad}{call}{pad}{calls.closing}" for call in each)
-
-
-def _write(body: Body, name: str, arguments: Mapping[str, Any]) -> str:
-    if isinstance(body, JsonCalls):
-        return _json({body.name: name, body.arguments[0]: dict(arguments)})
-    if isinstance(body, NamedJsonCall):
-        return f"{body.before}{name}{':0' if body.numbered else ''}{body.tag}{_json(dict(arguments))}{body.after}"
-    if isinstance(body, XmlCall):
-        pad = "\n" if body.padded else ""
-        inside = "".join(
-            f"{body.key}{key}{value_opening(body, is_text=isinstance(value, str))}{pad}"
-            f"{value if isinstance(value, str) else _json(value)}{pad}{body.value_end}\n"
-            for key, value in arguments.items()
-        )
-        opening, end = body.name or ("", "")
-        return f"{opening}{name}{end}\n{inside}{body.end}"
-    if isinstance(body, BareCall):
-        return f"call:{name}{_bare(body.quote, dict(arguments))}"
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-
-
-def value_opening(body: XmlCall, *, is_text: bool) -> str:
-    """Return what stands between a parameter's name and its value."""
-    return "\n".join(body.between) + (f' string="{"true" if is_text else "false"}">' if body.typed else "")
-
-
-def _bare(quote: str, value: Any) -> str:
-    if isinstance(value, str):
-        return f"{quote}{value}{quote}"
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{_bare(quote, each)}' for key, each in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{','.join(_bare(quote, each) for each in value)}]"
-    return _json(value)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    form, (before, after) = calls.forms[0], calls.around_run
+    written = [
+        form.before
+        + form.head.format(name=name, id=f"call{number:06}", index=number)
+        + form.between
+        + form.arguments.write(arguments)
+        + form.after
+        for number, (name, arguments) in enumerate(wanted)
+    ]
+    if form.separator is None:
+        return calls.between_runs.join(f"{before}{call}{after}" for call in written)
+    return f"{before}{form.separator.join(written)}{after}"
 
 
 def with_tools_described(
@@ -82,7 +42,7 @@ def with_tools_described(
     messages of the user.
     """
     example = write_calls(calls, [("function_name", {"parameter_name": "value"})])
-    text = _INTRODUCTION.format(tools="\n".join(map(_json, tools)), example=example)
+    text = _INTRODUCTION.format(tools="\n".join(map(to_json, tools)), example=example)
     chat = [
         {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
         if message["role"] == "tool"

@@ -153,7 +153,7 @@ def _normalize(message: Mapping[str, Any], index: int) -> dict[str, Any]:
         present["content"] = _text(present["content"], index)
     reasoning = next((present[key] for key in _REASONING_FIELDS if key in present), None)
     if reasoning is not None:
-        present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
+        present = {**dict.fromkeys(_REASONING_FIELDS, reasoning), **present, "reasoning_content": reasoning}
     return present
 
 

@@ -132,9 +132,9 @@ class ChatChoice:
     def _take(self, events: Iterable[Event]) -> Iterator[Change]:
         for parsed in events:
             if isinstance(parsed, CallBegins):
-                yield from self._begin(
-                    Block(len(self.blocks), BlockKind.CALL, parsed.name, self._ids.new(), parsed.index)
-                )
+                known = {block.call_id for block in self.blocks}
+                call_id = parsed.id if parsed.id and parsed.id not in known else self._ids.new()
+                yield from self._begin(Block(len(self.blocks), BlockKind.CALL, parsed.name, call_id, parsed.index))
                 continue
             if isinstance(parsed, Arguments):
                 kind = BlockKind.CALL
