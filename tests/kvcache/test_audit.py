@@ -81,6 +81,8 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVCacheManager], Any], str]] = {
     "a store that nobody makes": (_forget_a_store, "noted as written by steps, those are"),
     "a host block of nobody": (_forget_a_sequence, "needs of preempted sequences are noted, they have 0"),
     "a lost hope": (_forget_a_place, "is not noted as needed"),
+    "a miscounted slot": (lambda kv: setattr(kv.hierarchy, "num_kept", 5), "slots are kept, 5 counted"),
+    "a slot beyond the swap space": (lambda kv: setattr(kv.hierarchy.host, "num_swap_slots", 0), "counted, 0 may be"),
     "a miscounted transfer": (
         lambda kv: setattr(kv.hierarchy.swapped, "blocks_in", 5),
         "blocks were moved out",

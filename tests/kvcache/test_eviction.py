@@ -327,6 +327,15 @@ def test_adaptive_follows_when_what_comes_back_changes() -> None:
     assert replay(make("adaptive", 101), references, 100) > 1.3 * replay(make("lru", 101), references, 100)
 
 
+def test_adaptive_keeps_of_blocks_last_used_together_those_that_came_back() -> None:
+    policy = make_adaptive(4)
+    for block in (1, 2, 3):
+        policy.publish(BlockId(block), 0)
+    policy.hit([BlockId(1)], 0)
+    policy.add([BlockId(block) for block in (1, 2, 3)])
+    assert evict_all(policy) == [2, 3, 1]
+
+
 def test_adaptive_counts_many_hits_at_once_as_it_does_one_by_one() -> None:
     together, alone = make_adaptive(102), make_adaptive(102)
     blocks = [BlockId(block) for block in range(1, 101)]

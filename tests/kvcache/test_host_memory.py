@@ -19,6 +19,12 @@ def test_prefixes_take_the_swap_space_that_is_not_in_use_and_yield_it() -> None:
     assert [host.find(label(n)) is not None for n in (1, 2, 3)] == [False, False, True]
 
 
+def test_a_prefix_that_the_device_evicts_again_is_evicted_last() -> None:
+    host = memory(0, 2)
+    store(host, 1, 2, 1, 3)
+    assert [host.find(label(n)) is not None for n in (1, 2, 3)] == [True, False, True]
+
+
 def test_without_slots_for_prefixes_only_kept_blocks_stay() -> None:
     host = memory(2, 0)
     slot = keep(host, label(1))

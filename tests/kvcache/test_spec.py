@@ -48,6 +48,13 @@ def test_mixed_layers_are_dealt_into_groups_of_equal_size_full_attention_first()
     assert spec.block_bytes == 2 * 4 * FULL.elements_per_token * 4
 
 
+def test_copies_in_int8_are_groups_of_the_layers_of_fewer_bits_that_slide_within_their_windows() -> None:
+    layers = [FULL, FULL, sliding(8), sliding(64)] * 2
+    spec = KVCacheSpec.build(layers, 4, "int4*4,int8*4;sinks=1,recent=3")
+    copies = [(g.layer_indices, g.sliding_window, g.sink_blocks) for g in spec.groups if g.in_int8]
+    assert copies == [((0, 1), 9, 1), ((2,), 8, 1), ((3,), 9, 1)]
+
+
 @pytest.mark.parametrize(
     ("entropies", "groups"),
     [

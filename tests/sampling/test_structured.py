@@ -16,6 +16,7 @@ from octavo.checkpoint.model_source import resolve_model
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.grammar.state import GrammarState
 from octavo.request import RequestId
+from octavo.sampling import structured
 from octavo.sampling.batch import SamplingBatch, SamplingState
 from octavo.sampling.choice import Choice
 from octavo.sampling.sampler import Sampler
@@ -131,6 +132,15 @@ def test_free_text_is_drawn_without_a_mask_and_names_under_one() -> None:
     )
     assert state.grammar is not None
     assert state.grammar.in_free_text
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_grammars_force_is_known_at_once_for_few_draws_only(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "_MOST_TO_FORCE", 2)
+    states = [state_of(StructuredOutputsParams(choice=["none of these"])) for _ in range(count)]
+    first = [min(allowed_by_mask(state)) for state in states]
+    forced = StructuredDraws(Choice()).go_on(states, first, [False] * count, VOCAB)
+    assert set(forced) == (set(range(count)) if count == 2 else set())
 
 
 def drawn(state: SamplingState, logits: torch.Tensor) -> int:
