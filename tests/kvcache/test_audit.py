@@ -17,7 +17,7 @@ from tests.kvcache.caches import admit_and_compute, make_manager, make_sequence
 
 def busy_manager() -> KVCacheManager:
     """One sequence runs, one is swapped out with a block in host memory, one has left a pinned prefix."""
-    manager = make_manager(64, 4, num_host_blocks=8, pin_budget=1.0)
+    manager = make_manager(64, 4, num_host_blocks=1, pin_budget=1.0)
     gone, away, running = (make_sequence([i] * 14) for i in range(3))
     admit_and_compute(manager, gone)
     manager.pin(gone.request, PinRequest(8, 1000.0))

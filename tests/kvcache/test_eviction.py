@@ -327,8 +327,14 @@ def test_adaptive_follows_when_what_comes_back_changes() -> None:
     assert replay(make("adaptive", 101), references, 100) > 1.3 * replay(make("lru", 101), references, 100)
 
 
-def test_adaptive_keeps_of_blocks_last_used_together_those_that_came_back() -> None:
+def test_adaptive_begins_with_the_least_recently_used_and_of_equals_with_those_used_once() -> None:
     policy = make_adaptive(4)
+    policy.publish(BlockId(1), 0)
+    policy.hit([BlockId(1)], 0)
+    policy.add([BlockId(1)])
+    policy.publish(BlockId(2), 0)
+    policy.add([BlockId(2)])
+    assert evict_all(policy) == [1, 2]
     for block in (1, 2, 3):
         policy.publish(BlockId(block), 0)
     policy.hit([BlockId(1)], 0)
