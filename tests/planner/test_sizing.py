@@ -40,10 +40,8 @@ def sizing(available: int, model: str = "llama-3.1-8b", cache_share: float = 1.0
         config=config,
         shape=find_shape(model),
         dtype=config.dtype if config.dtype != "auto" else "bfloat16",
-        kv_dtype=config.dtype if config.dtype != "auto" else "bfloat16",
         available=available,
         cache_share=cache_share,
-        tied_head_copied=False,
     )
 
 

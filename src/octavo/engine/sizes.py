@@ -37,7 +37,6 @@ def size_before_loading(target: LoadTarget, set_aside: int) -> Sizing:
         config=config,
         shape=shape,
         dtype=dtype_name(target.dtype),
-        kv_dtype=shape.kv_dtype(config.kv_cache_dtype, dtype_name(target.dtype)),
         available=limited_memory(
             available_memory() - set_aside if target.on_cpu else _available_on_gpu(config, target.device)
         ),
@@ -55,12 +54,7 @@ def size_loaded(sizing: Sizing, config: EngineConfig, model: CausalLM, weight_by
     kv_layers = model.kv_layers if config.num_ranks == 1 else sizing.shape.kv_layers
     whole = replace(sizing.shape.config, max_position_embeddings=model.max_position_embeddings)
     shape = replace(sizing.shape, kv_layers=kv_layers, config=whole)
-    return replace(
-        sizing,
-        shape=shape,
-        kv_dtype=shape.kv_dtype(config.kv_cache_dtype, dtype_name(model.dtype)),
-        loaded_weights=weight_bytes,
-    )
+    return replace(sizing, shape=shape, dtype=dtype_name(model.dtype), loaded_weights=weight_bytes)
 
 
 def _stored_bytes(target: LoadTarget) -> int | None:

@@ -23,9 +23,8 @@ from octavo.planner.draft_memory import DraftMemory, draft_memory
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide
 from octavo.planner.plan_options import DEFAULT_MAX_NUM_SEQS, PlanOptions
-from octavo.planner.sizing import Sizing
+from octavo.planner.sizing import UNLIMITED, Sizing
 
-_UNLIMITED = 1 << 62
 _AS_STORED = "the GGUF file's"
 
 
@@ -94,12 +93,10 @@ class Deployment:
             config=config,
             shape=self.shape,
             dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
             available=self._available - self.draft_model.total,
             cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
-            tied_head_copied=False,
             loaded_weights=self.weights,
-            host_available=None if on_cpu else _UNLIMITED,
+            host_available=None if on_cpu else UNLIMITED,
         )
 
     @property
@@ -111,7 +108,7 @@ class Deployment:
     @property
     def _available(self) -> int:
         if self.options.memory is None:
-            return _UNLIMITED
+            return UNLIMITED
         return int(self.options.memory * (1.0 if self.options.device == "cpu" else self.options.gpu_memory_utilization))
 
     @property
@@ -121,6 +118,7 @@ class Deployment:
         disk: dict[str, Any] = {"kv_disk": ".", "kv_disk_size": size} if size else {}
         return EngineConfig(
             model=self.model.name,
+            kv_cache_dtype=options.kv_cache_dtype,
             block_size=options.block_size,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,

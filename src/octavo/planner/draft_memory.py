@@ -82,10 +82,8 @@ def draft_memory(config: EngineConfig, longest: int, dtype: str, *, on_cpu: bool
         config=draft_config(config, name, shape, longest),
         shape=shape,
         dtype=dtype,
-        kv_dtype=shape.kv_dtype("auto", dtype),
         available=available,
         cache_share=1.0,
-        tied_head_copied=False,
         loaded_weights=shape.packed_bytes if on_cpu and dtype != "float32" else None,
         host_available=None if on_cpu else available,
     )

@@ -29,6 +29,9 @@ from octavo.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+UNLIMITED = 1 << 62
+"""Bytes of memory that is not limited."""
+
 # How far a suggestion goes down: below these a service is of little use.
 _LEAST_STEP = 16
 _LEAST_MODEL_LEN = 16
@@ -40,7 +43,7 @@ class Sizing:
 
     Attributes:
         shape: shape of the model; once it is loaded, with the loaded model's own `kv_layers`.
-        dtype, kv_dtype: the resolved types.
+        dtype: the resolved type of weights and activations.
         available: bytes for weights, activations and cache together, before any of them is allocated.
         cache_share: see MemoryBudget.
         host_available: bytes for the swap space if the device has its own memory; None if it comes from `available`.
@@ -54,10 +57,9 @@ class Sizing:
     config: EngineConfig
     shape: ModelShape
     dtype: str
-    kv_dtype: str
     available: int
     cache_share: float
-    tied_head_copied: bool
+    tied_head_copied: bool = False
     loaded_weights: int | None = None
     host_available: int | None = None
 
@@ -77,6 +79,10 @@ class Sizing:
     @property
     def on_gpu(self) -> bool:
         return self.host_available is not None
+
+    @property
+    def kv_dtype(self) -> str:
+        return self.shape.kv_dtype(self.config.kv_cache_dtype, self.dtype)
 
     @property
     def max_model_len(self) -> int:

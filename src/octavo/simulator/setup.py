@@ -15,7 +15,7 @@ from octavo.planner.calculator import PoolSize, counted_dtype, weight_bytes
 from octavo.planner.machine import CPU_MEMORY_SHARE
 from octavo.planner.model_shape import ModelShape, divide
 from octavo.planner.roofline import Machine, read_under, roofline, windows_of
-from octavo.planner.sizing import Sizing
+from octavo.planner.sizing import UNLIMITED, Sizing
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, make_speculator
 from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.waiting import Fetching
@@ -27,21 +27,8 @@ from octavo.simulator.simulation import SimulatedServer, VirtualClock
 from octavo.simulator.speed import ESTIMATED, Speed
 from octavo.tiers.lower import LowerTiers
 
-_UNLIMITED = 1 << 62
-
 # Rows of the step from which the cost of recomputing a token is taken, as in the engine.
 _RESTORED = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SimulatedSizing(Sizing):
-    """A sizing for a machine that may not be this one."""
-
-    machine: Machine | None
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.machine is not None and not self.machine.on_cpu  # what was measured may have been a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,24 +87,17 @@ class Plan:
         return counted_dtype(self.config.dtype)
 
     @property
-    def kv_dtype(self) -> str:
-        return self.shape.kv_dtype(self.config.kv_cache_dtype, self.dtype)
-
-    @property
     def sizing(self) -> Sizing:
         """The division of one device's memory; without a machine, all of it is there."""
         machine, config = self.machine, self.config
-        on_cpu = machine is not None and machine.on_cpu
-        return _SimulatedSizing(
+        on_cpu = machine is None or machine.on_cpu  # what was measured may have been a CPU
+        return Sizing(
             config=config.replace(max_model_len=self.max_model_len),
             shape=self.part,
             dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            machine=machine,
-            available=_UNLIMITED if machine is None else int(machine.memory * config.gpu_memory_utilization),
+            available=UNLIMITED if machine is None else int(machine.memory * config.gpu_memory_utilization),
             cache_share=CPU_MEMORY_SHARE if on_cpu else 1.0,
-            tied_head_copied=False,
-            host_available=None if on_cpu else _UNLIMITED,
+            host_available=None if on_cpu else UNLIMITED,
         )
 
     @property
