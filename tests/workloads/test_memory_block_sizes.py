@@ -38,8 +38,8 @@ def test_the_budget_is_what_contiguous_sequences_reserve_and_the_null_block_come
     config = EngineConfig(max_model_len=2048)
     budget = CacheBudget.build(llama, config, contiguous_seqs=4)
     assert budget.num_bytes == 4 * 2048 * 524_288
-    assert budget.pool("max", config).usable_blocks == budget.contiguous_seqs == 4
-    assert budget.pool(16, config).usable_blocks == 4 * 2048 // 16
+    assert budget.pool("max").usable_blocks == budget.contiguous_seqs == 4
+    assert budget.pool(16).usable_blocks == 4 * 2048 // 16
 
 
 def test_a_budget_below_one_contiguous_sequence_is_refused_with_the_numbers(llama: ModelShape) -> None:

@@ -167,15 +167,6 @@ def default_swap_space(config: EngineConfig, spec: KVCacheSpec, max_model_len: i
     return min(DEFAULT_SWAP_SPACE // spec.block_bytes, useful) * spec.block_bytes
 
 
-def default_swap_blocks(config: EngineConfig, spec: KVCacheSpec, max_model_len: int) -> int:
-    """Blocks of swap space that an engine with enough host memory would take."""
-    if config.preemption_mode == "recompute":
-        return 0
-    space = config.swap_space
-    assert not isinstance(space, str), "the configuration has parsed it"
-    return (default_swap_space(config, spec, max_model_len) if space is None else space) // spec.block_bytes
-
-
 def pool_for_memory(
     spec: KVCacheSpec, kv_bytes: int, *, max_num_seqs: int, max_model_len: int, max_step: int
 ) -> PoolSize:

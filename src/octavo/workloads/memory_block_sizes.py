@@ -16,21 +16,15 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.kvcache.spec import KVCacheSpec
-from octavo.planner.calculator import (
-    PoolSize,
-    block_tokens,
-    counted_dtype,
-    default_swap_blocks,
-    pool_for_memory,
-)
+from octavo.planner.calculator import PoolSize, counted_dtype
 from octavo.planner.model_shape import ModelShape
 from octavo.planner.roofline import StepTimes, without_overlap
+from octavo.planner.sizing import UNLIMITED, Sizing
 from octavo.request import Request, RequestId
 from octavo.sampling_params import SamplingParams
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler
@@ -51,15 +45,12 @@ class CacheBudget:
     """The KV memory that every block size of one comparison gets.
 
     Attributes:
-        kv_dtype: dtype of keys and values, as named by `KVCacheSpec`.
+        sizing: the sizes of an engine with these options, whatever its block size.
         num_bytes: bytes for blocks of sequences.
-        max_model_len: maximum length of prompt and output, which the contiguous baseline reserves.
     """
 
-    shape: ModelShape
-    kv_dtype: str
+    sizing: Sizing
     num_bytes: int
-    max_model_len: int
 
     @classmethod
     def build(cls, shape: ModelShape, config: EngineConfig, contiguous_seqs: int) -> CacheBudget:
@@ -68,14 +59,15 @@ class CacheBudget:
         Raises:
             ConfigError: max_model_len exceeds the model's, or the memory does not hold one contiguous sequence.
         """
-        limit = shape.config.max_position_embeddings
-        max_model_len = config.max_model_len or min(limit, 2048)
-        if max_model_len > limit:
-            raise ConfigError(f"max_model_len is {max_model_len}, but {shape.name} supports at most {limit}")
-        kv_dtype = shape.kv_dtype(config.kv_cache_dtype, counted_dtype(config.dtype))
-        budget = cls(shape, kv_dtype, 0, max_model_len)
-        reserved = budget.spec(CONTIGUOUS)
-        one = len(reserved.groups) * reserved.block_bytes
+        max_model_len = config.max_model_len or min(shape.config.max_position_embeddings, 2048)
+        sizing = Sizing(
+            config=config.replace(max_model_len=max_model_len),
+            shape=shape,
+            dtype=counted_dtype(config.dtype),
+            available=UNLIMITED,
+            cache_share=1.0,
+        )
+        one = cls(sizing, 0).contiguous_bytes
         given = config.kv_cache_memory
         num_bytes = given if isinstance(given, int) else contiguous_seqs * one
         if num_bytes < one:
@@ -83,26 +75,31 @@ class CacheBudget:
                 f"{num_bytes} bytes are too few for one contiguous sequence of {max_model_len} tokens, which takes "
                 f"{one}: raise --kv-cache-memory or lower --max-model-len"
             )
-        return cls(shape, kv_dtype, num_bytes, max_model_len)
+        return cls(sizing, num_bytes)
+
+    @property
+    def max_model_len(self) -> int:
+        """The maximum length of prompt and output, which the contiguous baseline reserves."""
+        return self.sizing.max_model_len
+
+    @property
+    def contiguous_bytes(self) -> int:
+        """The bytes of a sequence of the contiguous baseline."""
+        spec = self.sized(CONTIGUOUS).spec
+        return len(spec.groups) * spec.block_bytes
 
     @property
     def contiguous_seqs(self) -> int:
         """The number of sequences that the contiguous baseline holds at once."""
-        spec = self.spec(CONTIGUOUS)
-        return self.num_bytes // (len(spec.groups) * spec.block_bytes)
+        return self.num_bytes // self.contiguous_bytes
 
-    def spec(self, block_size: BlockSize) -> KVCacheSpec:
-        return KVCacheSpec.build(self.shape.kv_layers, block_tokens(block_size, self.max_model_len), self.kv_dtype)
+    def sized(self, block_size: BlockSize) -> Sizing:
+        """Return the sizes of an engine with this block size."""
+        return replace(self.sizing, config=self.sizing.config.replace(block_size=block_size))
 
-    def pool(self, block_size: BlockSize, config: EngineConfig) -> PoolSize:
-        spec = self.spec(block_size)
-        return pool_for_memory(
-            spec,
-            self.num_bytes + spec.block_bytes,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            max_step=config.max_num_batched_tokens,
-        )
+    def pool(self, block_size: BlockSize) -> PoolSize:
+        sizing = self.sized(block_size)
+        return sizing.pool_within(self.num_bytes + sizing.spec.block_bytes)
 
 
 class SimulatedEngine:
@@ -165,11 +162,9 @@ def simulated_engine(
     budget: CacheBudget, block_size: BlockSize, config: EngineConfig, gb_s: float, gflop_s: float
 ) -> SimulatedEngine:
     """Return an engine on a simulated device that reads `gb_s` GB and does `gflop_s` GFLOP per second."""
-    spec = budget.spec(block_size)
-    pool = budget.pool(block_size, config)
-    num_host_blocks = default_swap_blocks(config, spec, budget.max_model_len)
-    kv = assemble_cache(config, spec, pool.num_blocks, num_host_blocks=num_host_blocks)
-    times = without_overlap(budget.shape, spec, counted_dtype(config.dtype), gb_s, gflop_s)
+    sizing, pool = budget.sized(block_size), budget.pool(block_size)
+    kv = assemble_cache(config, sizing.spec, pool.num_blocks, num_host_blocks=sizing.num_host_blocks(pool))
+    times = without_overlap(sizing.shape, sizing.spec, sizing.dtype, gb_s, gflop_s)
     speed = Preemption(times.product_seconds(1), times.per_moved_block)
     return SimulatedEngine(assemble_scheduler(config, kv, budget.max_model_len, preemption=speed), times)
 
@@ -183,14 +178,13 @@ def real_engine(budget: CacheBudget, block_size: BlockSize, options: Mapping[str
     """
     from octavo import LLM
 
-    pool = budget.pool(block_size, EngineConfig.from_options(dict(options)))
-    sized = {"max_model_len": budget.max_model_len, "block_size": block_size, "num_blocks": pool.num_blocks}
+    num_blocks = budget.pool(block_size).num_blocks
+    sized = {"max_model_len": budget.max_model_len, "block_size": block_size, "num_blocks": num_blocks}
     with LLM(**{**options, **sized}) as llm:
         spec = llm.core.scheduler.kv.spec
-        if spec != budget.spec(block_size):
-            raise ConfigError(
-                f"this model's cache is in {spec.dtype}, not {budget.kv_dtype}: give --dtype {spec.dtype}"
-            )
+        if spec != budget.sized(block_size).spec:
+            kv_dtype = budget.sizing.kv_dtype
+            raise ConfigError(f"this model's cache is in {spec.dtype}, not {kv_dtype}: give --dtype {spec.dtype}")
         engine = RealEngine(llm)
         play(engine, [BenchRequest([1, 2, 3, 4], 4)] * 2, budget)
         llm.reset_prefix_cache()

@@ -26,13 +26,13 @@ _COLOURS = {
 
 def row(budget: CacheBudget, block_size: BlockSize, usable_blocks: int, runs: Sequence[Played]) -> dict[str, Any]:
     """Return the row of a cache and a workload: medians of times over the runs, memory of the median run."""
-    run, spec = sorted(runs, key=lambda each: each.seconds)[len(runs) // 2], budget.spec(block_size)
+    run, spec = sorted(runs, key=lambda each: each.seconds)[len(runs) // 2], budget.sized(block_size).spec
     usage = {
         key: {state: round(share, 5) for state, share in value.items()} if key == "shares" else round(value, 5)
         for key, value in run.usage.items()
     }
     return {
-        "kv_cache_dtype": budget.kv_dtype,
+        "kv_cache_dtype": budget.sizing.kv_dtype,
         "bytes_per_token": spec.bytes_per_token,
         "block_size": block_size,
         "block_tokens": spec.block_size,

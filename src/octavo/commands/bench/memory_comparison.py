@@ -14,7 +14,6 @@ from octavo.commands.options import given_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
-from octavo.planner.calculator import counted_dtype
 from octavo.planner.roofline import without_overlap
 from octavo.planner.sources import find_shape
 from octavo.workloads import memory_report, report, traces, workload
@@ -63,11 +62,10 @@ class _Bench:
 
     def with_codec(self, name: str) -> _Bench:
         """Return the same comparison with another codec of the KV cache."""
-        dtype = self.budget.shape.kv_dtype(
-            self.config(kv_cache_dtype=name).kv_cache_dtype, counted_dtype(self.config().dtype)
-        )
+        sizing = self.budget.sizing
+        coded = replace(sizing, config=sizing.config.replace(kv_cache_dtype=name))
         options = {**self.options, "kv_cache_dtype": name}
-        return replace(self, budget=replace(self.budget, kv_dtype=dtype), options=options)
+        return replace(self, budget=replace(self.budget, sizing=coded), options=options)
 
     def play(self, block_size: BlockSize, work: _Work, n: int = 1, **changes: Any) -> Played:
         with self.engine(block_size, **changes) as engine:
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     shape = find_shape(config.model)
     budget = CacheBudget.build(shape, config, args.contiguous_seqs)
     speeds = (args.gb_s, args.gflop_s) if args.simulate else None
-    cost = None if speeds is None else _step_cost(budget, config, speeds)
+    cost = None if speeds is None else _step_cost(budget, speeds)
     # No prefix caching, because nothing of one block size may help the next; sharing has a separate table.
     bench = _Bench(budget, {"enable_prefix_caching": False, **options}, speeds)
     sizes: list[BlockSize] = args.block_sizes or (_SIMULATED_SIZES if args.simulate else [16, CONTIGUOUS])
@@ -102,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         "mode": "simulate" if args.simulate else "real",
         "model": shape.name,
         "options": bench.options,
-        "kv_dtype": budget.kv_dtype,
+        "kv_dtype": budget.sizing.kv_dtype,
         "kv_bytes": budget.num_bytes,
         "max_model_len": budget.max_model_len,
         "contiguous_seqs": budget.contiguous_seqs,
@@ -121,9 +119,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _step_cost(budget: CacheBudget, config: EngineConfig, speeds: tuple[float, float]) -> dict[str, float]:
+def _step_cost(budget: CacheBudget, speeds: tuple[float, float]) -> dict[str, float]:
     """Return the costs of a simulated step for the report: seconds per step, per new token and per byte of context."""
-    times = without_overlap(budget.shape, budget.spec(_PAGED), counted_dtype(config.dtype), *speeds)
+    sizing = budget.sized(_PAGED)
+    times = without_overlap(sizing.shape, sizing.spec, sizing.dtype, *speeds)
     return {"step_s": times.base, "token_s": times.product_seconds(1), "context_byte_s": 1 / speeds[0] / 1e9}
 
 
@@ -135,10 +134,10 @@ def _compare(
     for _ in range(runs):
         for (bench, size), times in zip(candidates, played, strict=True):
             times.append(bench.play(size, work))
-            name = f"{bench.budget.kv_dtype} in blocks of {size}"
+            name = f"{bench.budget.sizing.kv_dtype} in blocks of {size}"
             print(f"{work.name}, {name}: {times[-1].seconds:.1f} s", file=sys.stderr)
     rows = [
-        memory_report.row(bench.budget, size, bench.budget.pool(size, bench.config()).usable_blocks, times)
+        memory_report.row(bench.budget, size, bench.budget.pool(size).usable_blocks, times)
         for (bench, size), times in zip(candidates, played, strict=True)
     ]
     return {
