@@ -19,7 +19,6 @@ from tests.cluster.test_router import KEY, Routed, router
 from tests.ports import free_port
 
 pytest.importorskip("dynamo.llm")
-pytest.importorskip("aiohttp")
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 

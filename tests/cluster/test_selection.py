@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from octavo.cluster.config import RouterConfig
+from octavo.cluster.connections import Connections
 from octavo.cluster.selection import PrefixSelection, RoundRobin, Selection, Ticket
 from octavo.cluster.workers import RoutedPrompt, Worker
 from octavo.engine.kv_events import KVEventPublisher
@@ -39,7 +40,7 @@ class Server:
         self.publisher = publisher
         events = {"endpoint": config.endpoint, "replay_endpoint": config.replay_endpoint}
         facts = {"names": ["m"], "fingerprint": "f", "block_size": SIZE, "num_blocks": 100}
-        self.worker = Worker(url, None, {**facts, "max_num_batched_tokens": 512, "kv_events": events}, True)
+        self.worker = Worker(url, Connections(url), {**facts, "max_num_batched_tokens": 512, "kv_events": events}, True)
 
     def compute(self, tokens: list[int], tenant: str = "") -> None:
         seq = make_sequence(tokens, tenant=tenant)
@@ -99,17 +100,19 @@ def test_a_prompt_goes_where_its_blocks_are_and_two_tenants_with_equal_prompts_h
         for _ in range(3):
             ticket = await selection.choose(workers, RoutedPrompt(PROMPT, ada))
             assert (ticket.worker, ticket.cached_tokens) == (second.worker, SIZE * 8)
-            await selection.done(ticket)
+            selection.done(ticket)
+            await selection.settled()
         others = [await selection.choose(workers, RoutedPrompt(PROMPT, bob)) for _ in range(2)]
         assert {ticket.worker for ticket in others} == set(workers), "it has no blocks anywhere: load decides"
         assert selection.num_reserved() == 2
         for ticket in others:
-            await selection.first_token(ticket)
-            await selection.done(ticket)
+            selection.first_token(ticket)
+            selection.done(ticket)
+        await selection.settled()
         assert selection.num_reserved() == 0
         assert [worker.in_flight for worker in workers] == [0, 0]
         assert not selection.fallbacks
-        selection.close()
+        await selection.close()
 
     with servers(format=form) as each:
         asyncio.run(run(each))
@@ -131,12 +134,12 @@ def test_a_choice_takes_no_longer_or_shorter_for_another_tenants_prompt_than_for
                 ticket = await selection.choose(workers, RoutedPrompt(prompt, bob))
                 times.append(time.perf_counter() - began)
                 assert ticket.cached_tokens == 0
-                await selection.done(ticket)
+                selection.done(ticket)
         # The share of pairs in which the secret took less: half of them, if an observer learns nothing.
         auc = sum(each < late for each in secret for late in unsent) / len(secret) / len(unsent)
         print(f"AUC {auc:.3f} of {len(secret)} pairs")
         assert abs(auc - 0.5) < 0.08  # four standard deviations
-        selection.close()
+        await selection.close()
 
     with servers() as each:
         asyncio.run(run(each))
@@ -157,7 +160,7 @@ def test_the_index_follows_evictions_and_forgets_a_server_that_goes() -> None:
         await selection.add(second.worker)  # it asks for what it missed
         second.compute(list(range(7000, 7010)))
         await until(lambda: overlap(selection, second.worker, PROMPT), SIZE * 8)
-        selection.close()
+        await selection.close()
 
     with servers() as each:
         asyncio.run(run(each))
@@ -187,8 +190,8 @@ def test_a_server_with_less_of_a_prompt_gets_the_address_of_the_one_that_has_mos
         hints = {(ticket.worker.url, ticket.kv_hint) for ticket in tickets}
         assert hints <= {(first.worker.url, "10.0.0.7:9400"), (second.worker.url, None)}
         for ticket in tickets:
-            await selection.done(ticket)
-        selection.close()
+            selection.done(ticket)
+        await selection.close()
 
     with servers() as each:
         asyncio.run(run(each))
@@ -201,17 +204,17 @@ def test_what_the_index_cannot_answer_goes_to_the_least_loaded_and_leaks_no_rese
         for prompt, reason in ((RoutedPrompt((), ""), "no_tokens"), (RoutedPrompt([2**40], ""), "index_error")):
             ticket = await selection.choose(workers, prompt)
             assert (ticket.worker, selection.fallbacks[reason]) == (workers[1], 1)
-            await selection.done(ticket)
+            selection.done(ticket)
         each[0].compute(PROMPT)
         await until(lambda: overlap(selection, workers[0], PROMPT), SIZE * 8)
         # A server that failed is not among those to choose from, though its blocks are still in the index.
         ticket = await selection.choose(workers[1:], RoutedPrompt(PROMPT, ""))
         assert (ticket.worker, ticket.cached_tokens) == (workers[1], 0)
-        await selection.done(ticket)
+        selection.done(ticket)
         selection._seconds = 0.0
         ticket = await selection.choose(workers, RoutedPrompt(PROMPT, ""))
         assert selection.fallbacks["timeout"] == 1
-        await selection.done(ticket)
+        selection.done(ticket)
         asking = asyncio.ensure_future(selection.choose(workers, RoutedPrompt(PROMPT, "")))
         await asyncio.sleep(0)
         asking.cancel()
@@ -225,14 +228,16 @@ def test_what_the_index_cannot_answer_goes_to_the_least_loaded_and_leaks_no_rese
             await selection.remove(worker)
         await selection.choose(workers, RoutedPrompt(PROMPT, ""))
         assert selection.fallbacks["no_events"] == 1
-        selection.close()
+        await selection.close()
 
     with servers() as each:
         asyncio.run(run(each))
 
 
 def test_others_choose_by_load_or_in_turn() -> None:
-    workers = [Worker(f"http://127.0.0.1:{port}", None) for port in (1, 2, 3)]
+    workers = [
+        Worker(url, Connections(url)) for url in ("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3")
+    ]
 
     async def chosen(selection: Selection, count: int) -> list[Ticket]:
         return [await selection.choose(workers, RoutedPrompt(PROMPT, "")) for _ in range(count)]
@@ -240,7 +245,7 @@ def test_others_choose_by_load_or_in_turn() -> None:
     least = Selection()
     first = asyncio.run(chosen(least, 4))
     assert [worker.in_flight for worker in workers] == [2, 1, 1]
-    asyncio.run(least.done(first[1]))
+    least.done(first[1])
     assert asyncio.run(chosen(least, 1))[0].worker is workers[1]
     in_turn = asyncio.run(chosen(RoundRobin(), 6))
     assert [ticket.worker for ticket in in_turn] == workers * 2
@@ -258,12 +263,14 @@ def test_the_simulated_router_weighs_blocks_against_load_as_the_index_does() -> 
         found = []
         for blocks in loads:
             other = await selection.choose([second.worker], RoutedPrompt(range(9000, 9000 + blocks * SIZE), ""))
-            await selection.first_token(other)
+            selection.first_token(other)
+            await selection.settled()
             ticket = await selection.choose([first.worker, second.worker], RoutedPrompt(PROMPT, ""))
             found.append(ticket.worker is second.worker)
-            await selection.done(ticket)
-            await selection.done(other)
-        selection.close()
+            selection.done(ticket)
+            selection.done(other)
+            await selection.settled()
+        await selection.close()
         return found
 
     with servers() as each:
@@ -293,8 +300,9 @@ def test_of_servers_that_cost_the_same_the_simulated_router_takes_either_as_the_
         for prompt in prompts:
             ticket = await selection.choose(workers, RoutedPrompt(prompt, ""))
             found.add(workers.index(ticket.worker))
-            await selection.done(ticket)
-        selection.close()
+            selection.done(ticket)
+            await selection.settled()
+        await selection.close()
         return found
 
     with servers() as each:

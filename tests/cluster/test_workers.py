@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import octavo.cluster.workers
 from octavo.cluster.config import RouterConfig
+from octavo.cluster.connections import Connections
 from octavo.cluster.workers import REGISTERED_SECONDS, Worker, Workers
 from octavo.errors import ConfigError
 
@@ -28,7 +29,7 @@ class Fleet:
         self.servers: dict[str, Any] = {}
         self.closed: list[str] = []
         self.log: list[str] = []
-        self.workers = Workers(RouterConfig(**options), "way", lambda url: _Session(self, url))
+        self.workers = Workers(RouterConfig(**options), "way", lambda url: _Connections(self, url))
         self.workers.on_up = self._up
         self.workers.on_down = self._down
 
@@ -44,31 +45,21 @@ class Fleet:
         return sorted(worker.url for worker in self.workers.healthy())
 
 
-class _Session:
+class _Connections(Connections):
     def __init__(self, fleet: Fleet, url: str) -> None:
         self._fleet = fleet
         self._url = url
 
-    @asynccontextmanager
-    async def get(self, path: str, headers: Any = None) -> Any:
+    async def get(self, target: str, headers: Any = ()) -> tuple[int, bytes]:
         server = self._fleet.servers.get(self._url)
         if server is None:
             raise OSError("refused")
         if server == HANGS:
             await asyncio.Event().wait()
-        if path != "/ready":
-            assert headers == {"Authorization": "Bearer way"}
+        assert headers == ((b"authorization", b"Bearer way"),)
+        return (server, b"no") if isinstance(server, int) else (200, json.dumps(server).encode())
 
-        async def facts() -> Any:
-            return server
-
-        async def text() -> str:
-            return "no"
-
-        status = server if isinstance(server, int) else 200
-        yield SimpleNamespace(status=status, json=facts, text=text)
-
-    async def close(self) -> None:
+    def close(self) -> None:
         self._fleet.closed.append(self._url)
 
 
@@ -249,7 +240,7 @@ def test_each_address_of_a_name_is_a_server() -> None:
 )
 def test_events_are_read_from_the_host_that_is_routed_to(url: str, published: Any, seen: Any) -> None:
     facts = {**FACTS, "kv_events": None if published is None else {"endpoint": published}}
-    assert Worker(url, None, facts).event_address("endpoint") == seen
+    assert Worker(url, Connections(url), facts).event_address("endpoint") == seen
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from octavo.cluster.config import RouterConfig
 from octavo.cluster.relayed_answer import Relay
 from octavo.cluster.router import RELAYED, NoWorkerError, Readers, Router
 from octavo.cluster.selection import PrefixSelection, make_selection
-from octavo.cluster.workers import Workers, new_session
-from octavo.errors import ConfigError, OctavoError, RequestError, require_packages
+from octavo.cluster.workers import Workers
+from octavo.errors import ConfigError, OctavoError, RequestError
 from octavo.server.access import AcceptedKeys, WebPages, authenticated
 from octavo.server.app import cors
 from octavo.server.config import ServerConfig
@@ -44,7 +44,6 @@ def route(router_config: RouterConfig, config: ServerConfig) -> None:
         raise ConfigError(
             "router_key is missing: set it to the servers' router key (--router-key or $OCTAVO_ROUTER_KEY)"
         )
-    require_packages("octavo route", "route", "aiohttp")
     check_certificate(config)
     with bound(config) as listener:
         settle_interpreter()
@@ -68,12 +67,12 @@ async def _route_on(listener: Any, router_config: RouterConfig, config: ServerCo
         checks.cancel()
         with suppress(asyncio.CancelledError):
             await checks
-        await router.workers.close()
-        router.selection.close()
+        router.workers.close()
+        await router.selection.close()
 
 
 def make_router(router_config: RouterConfig, config: ServerConfig, access: AcceptedKeys, in_flight: InFlight) -> Router:
-    workers = Workers(router_config, config.router_key or "", new_session)
+    workers = Workers(router_config, config.router_key or "")
     readers = Readers(config, router_config.tokenizer)
     selection = make_selection(router_config)
     return Router(config, access, workers, selection, readers, in_flight, router_config.prefill_tokens)

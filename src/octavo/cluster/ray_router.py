@@ -6,13 +6,13 @@ its events, as its routing statistics.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from octavo.cluster.config import RouterConfig
+from octavo.cluster.connections import Connections
 from octavo.cluster.selection import Ticket, make_selection
 from octavo.cluster.workers import RoutedPrompt, Worker
 
@@ -43,7 +43,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes have n
 
     def on_request_completed(self, replica_id: ReplicaID | None, internal_request_id: str) -> None:
         if (ticket := self._tickets.pop(internal_request_id, None)) is not None:
-            asyncio.run_coroutine_threadsafe(self._selection.done(ticket), self._event_loop)
+            self._event_loop.call_soon_threadsafe(self._selection.done, ticket)
 
     async def _follow(self, replicas: Sequence[RunningReplica]) -> None:
         """Add replicas that have described themselves, and remove those that no longer exist."""
@@ -52,5 +52,5 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes have n
             await self._selection.remove(self._workers.pop(replica_id))
         for replica_id in present.keys() - self._workers.keys():
             facts = present[replica_id]
-            self._workers[replica_id] = worker = Worker(facts["url"], None, facts, is_healthy=True)
+            self._workers[replica_id] = worker = Worker(facts["url"], Connections(facts["url"]), facts, is_healthy=True)
             await self._selection.add(worker)

@@ -25,6 +25,7 @@ from starlette.types import Message, Scope
 
 from octavo.cluster.app import create_router_app
 from octavo.cluster.config import RouterConfig
+from octavo.cluster.connections import Answer, Connections, Headers, Take
 from octavo.cluster.router import Readers, Router
 from octavo.cluster.selection import Selection
 from octavo.cluster.workers import RoutedPrompt, Worker, Workers
@@ -99,7 +100,7 @@ class RayReplica:
         self._app.state.warm_up()
 
     async def answer(
-        self, target: str, headers: list[tuple[str, str]], body: bytes, prompt: RoutedPrompt | None = None
+        self, target: str, headers: Headers, body: bytes, prompt: RoutedPrompt | None = None
     ) -> AsyncIterator[list[Message]]:
         """Answer a POST; yields the bytes that the application has sent since the last item.
 
@@ -112,7 +113,7 @@ class RayReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Describe this replica to `PrefixRouter`."""
-        headers = [("authorization", f"Bearer {_ROUTER_KEY}")]
+        headers = [(b"authorization", f"Bearer {_ROUTER_KEY}".encode())]
         messages = [each async for item in self._call("GET", WORKER_PATH, "", headers, b"") for each in item]
         if messages[0]["status"] != 200:
             raise RuntimeError(f"{WORKER_PATH} answers {messages[0]['status']}")
@@ -137,7 +138,7 @@ class RayReplica:
             await self._engine.shutdown(self._drain_seconds)
 
     async def _call(
-        self, method: str, path: str, query: str, headers: list[tuple[str, str]], body: bytes
+        self, method: str, path: str, query: str, headers: Headers, body: bytes
     ) -> AsyncIterator[list[Message]]:
         scope: Scope = {
             "type": "http",
@@ -149,7 +150,7 @@ class RayReplica:
             "raw_path": path.encode(),
             "root_path": "",
             "query_string": query.encode(),
-            "headers": [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers],
+            "headers": list(headers),
             "client": None,
             "server": ("localhost", 80),
             "state": {},
@@ -199,7 +200,8 @@ class RayIngress:
         access, in_flight = AcceptedKeys(config), InFlight(config.request_timeout)
         facts = await replicas.record_routing_stats.remote()
         handle = replicas.options(stream=True)
-        worker = _AllReplicas(facts["url"], handle, {**facts, "kv_events": None}, is_healthy=True)
+        none = Connections(facts["url"])
+        worker = _AllReplicas(facts["url"], none, {**facts, "kv_events": None}, is_healthy=True, replicas=handle)
         workers = _OneWorker(worker)
         readers = Readers(config, tokenizers)
         router = Router(config, access, workers, Selection(), readers, in_flight, router_config.prefill_tokens)
@@ -214,22 +216,27 @@ class _OneWorker(Workers):
     """The only worker: Ray finds and watches the replicas."""
 
     def __init__(self, worker: Worker) -> None:
-        super().__init__(RouterConfig(accept_workers=True), _ROUTER_KEY, lambda url: None)
+        super().__init__(RouterConfig(accept_workers=True), _ROUTER_KEY)
         self._by_url = {worker.url: worker}
 
     async def suspect(self, worker: Worker) -> None:
         """Do nothing: the next request goes to another replica."""
 
 
+@dataclass(eq=False, slots=True)
 class _AllReplicas(Worker):
-    """A worker whose session is a handle to all replicas."""
+    """All replicas as one worker, which is not connected to.
+
+    Attributes:
+        replicas: Ray's handle.
+    """
+
+    replicas: Any = None
 
     @asynccontextmanager
-    async def post(
-        self, target: str, headers: list[tuple[str, str]], body: bytes, prompt: RoutedPrompt
-    ) -> AsyncIterator[Any]:
+    async def post(self, target: str, headers: Headers, body: bytes, prompt: RoutedPrompt) -> AsyncIterator[Answer]:
         for attempt in range(_MOST_TRIES):
-            items = self.session.answer.remote(target, headers, body, prompt=prompt)
+            items = self.replicas.answer.remote(target, headers, body, prompt=prompt)
             answer = _HandleAnswer(items)
             try:
                 await answer.begin()
@@ -243,45 +250,24 @@ class _AllReplicas(Worker):
             items.cancel()
 
 
-@dataclass(eq=False)
-class _HandleAnswer:
-    """An answer as aiohttp would return it."""
+class _HandleAnswer(Answer):
+    """An answer from a handle's items."""
 
-    _items: Any
-    status: int = 0
-    content_type: str = ""
-    raw_headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    _pieces: list[Message] = field(default_factory=list)
-
-    @property
-    def content(self) -> _HandleAnswer:
-        return self
+    def __init__(self, items: Any) -> None:
+        self._items = items
 
     async def begin(self) -> None:
         first, *self._pieces = await anext(self._items)
-        self.status, self.raw_headers = first["status"], list(first.get("headers", ()))
-        types = [value for name, value in self.raw_headers if name.lower() == b"content-type"]
-        self.content_type = types[0].decode("latin-1").partition(";")[0] if types else ""
+        self.status, self.headers = first["status"], first.get("headers", ())
 
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        """Yield the bytes received so far.
-
-        Raises:
-            ConnectionError: the replica no longer exists.
-        """
-        if self._pieces:
-            yield self._joined(self._pieces)
+    async def relay(self, take: Take) -> None:
+        await take(self._joined(self._pieces), False)
         try:
             async for pieces in self._items:
-                yield self._joined(pieces)
+                await take(self._joined(pieces), False)
         except (RayError, RayServeException) as error:
             raise ConnectionError(f"the replica has gone: {error}") from error
-
-    async def read(self) -> bytes:
-        return b"".join([piece async for piece in self.iter_any()])
-
-    def close(self) -> None:
-        self._items.cancel()
+        await take(b"", True)
 
     def _joined(self, messages: list[Message]) -> bytes:
         return b"".join(message.get("body", b"") for message in messages)

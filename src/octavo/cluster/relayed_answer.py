@@ -6,18 +6,16 @@ attempt ── fails before it answers ──> another server
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from http import HTTPStatus
-from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from octavo.cluster.connections import Answer
 from octavo.cluster.router import OF_CONNECTION, NoWorkerError, RelayedRequest, Router
 from octavo.cluster.selection import Ticket
-from octavo.cluster.workers import client_error
 from octavo.server.apis import EVENTS, REQUEST_ID_HEADER, api_of
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import ClientLeftError
@@ -98,7 +96,7 @@ class RelayedAnswer:
                 if await self._send_to(ticket, send, is_last=len(left) == 1):
                     return
             finally:
-                await asyncio.shield(self._router.selection.done(ticket))
+                self._router.selection.done(ticket)
             left.remove(ticket.worker)
         raise NoWorkerError(job.model)
 
@@ -121,15 +119,11 @@ class RelayedAnswer:
                 if job.prompt.token_ids:
                     stats.prompt_tokens += len(job.prompt.token_ids)
                     stats.cached_tokens += ticket.cached_tokens
-                worker.answers.add(answer)
-                try:
-                    await self._relay(answer, ticket, send)
-                finally:
-                    worker.answers.discard(answer)
+                await self._relay(answer, ticket, send)
                 return True
         except ApiError:
             raise
-        except (OSError, client_error()) as error:
+        except OSError as error:
             logger.warning("lost %s while it had a request: %s %s", worker.url, type(error).__name__, error)
             await self._router.workers.suspect(worker)
             if not self._started:
@@ -138,20 +132,24 @@ class RelayedAnswer:
             stats.broken_streams += 1
             raise WorkerLostError from error
 
-    async def _relay(self, answer: Any, ticket: Ticket, send: Send) -> None:
-        headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() not in _NOT_RETURNED]
-        self._is_stream = answer.content_type == EVENTS
+    async def _relay(self, answer: Answer, ticket: Ticket, send: Send) -> None:
+        headers = [header for header in answer.headers if header[0] not in _NOT_RETURNED]
+        self._is_stream = dict(headers).get(b"content-type", b"").startswith(EVENTS.encode())
         self._started = True
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         events = WholeEvents() if self._is_stream else None
-        is_first = self._is_stream and ticket.selection_id is not None
-        async for received in answer.content.iter_any():
-            if chunk := received if events is None else events.feed(received):
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                if is_first:
-                    is_first = False
-                    await self._router.selection.first_token(ticket)
-        await send({"type": "http.response.body", "body": b"" if events is None else events.rest(), "more_body": False})
+        awaits_first = self._is_stream
+
+        async def take(received: bytes, is_last: bool) -> None:
+            nonlocal awaits_first
+            chunk = received if events is None else events.feed(received) + (events.rest() if is_last else b"")
+            if chunk or is_last:
+                await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
+                if awaits_first:
+                    awaits_first = False
+                    self._router.selection.first_token(ticket)
+
+        await answer.relay(take)
 
 
 class WholeEvents:

@@ -23,8 +23,9 @@ from jiter import from_json
 from starlette.requests import Request
 
 from octavo.checkpoint.model_source import tokenizer_of
+from octavo.cluster.connections import Headers
 from octavo.cluster.selection import Selection, Ticket
-from octavo.cluster.workers import RoutedPrompt, Worker, Workers, client_error
+from octavo.cluster.workers import RoutedPrompt, Worker, Workers
 from octavo.config import EngineConfig
 from octavo.errors import shortened
 from octavo.request import cache_scope
@@ -70,10 +71,8 @@ RELAYED = (
 )
 """All paths that are passed on to a server."""
 
-_NOT_SENT = OF_CONNECTION | {
-    *(b"host", b"content-length", b"expect", REQUEST_ID_HEADER),
-    *(name.encode() for name in (PROMPT_HEADER, KEY_HEADER, HINT_HEADER)),
-}
+_PROMPT, _KEY, _HINT = (name.encode() for name in (PROMPT_HEADER, KEY_HEADER, HINT_HEADER))
+_NOT_SENT = OF_CONNECTION | {b"host", b"content-length", b"expect", REQUEST_ID_HEADER, _PROMPT, _KEY, _HINT}
 
 
 class NoWorkerError(ApiError):
@@ -238,24 +237,20 @@ class Router:
             job.packed, job.cache_salt = np.asarray(ids, "<i4").tobytes(), read.cache_salt
         return job
 
-    def headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[str, str]]:
+    def headers(self, job: RelayedRequest, ticket: Ticket) -> Headers:
         """Return the headers to send: the client's, and with token ids the router's own."""
-        headers = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in job.request.scope["headers"]
-            if name not in _NOT_SENT
-        ]
-        return headers + self._own_headers(job, ticket)
+        given = [header for header in job.request.scope["headers"] if header[0] not in _NOT_SENT]
+        return [*given, *self._own_headers(job, ticket)]
 
-    def _own_headers(self, job: RelayedRequest, ticket: Ticket) -> list[tuple[str, str]]:
-        headers = [(REQUEST_ID_HEADER.decode(), job.request.scope["state"]["request_id"])]
+    def _own_headers(self, job: RelayedRequest, ticket: Ticket) -> Headers:
+        headers = {REQUEST_ID_HEADER: job.request.scope["state"]["request_id"]}
         if job.packed:
-            given = f"{ticket.worker.facts['fingerprint']} {len(job.prompt.token_ids)}"
-            headers += [(PROMPT_HEADER, given), (KEY_HEADER, self._router_key)]
+            headers[_PROMPT] = f"{ticket.worker.facts['fingerprint']} {len(job.prompt.token_ids)}"
+            headers[_KEY] = self._router_key
             if ticket.kv_hint is not None:
-                headers.append((HINT_HEADER, ticket.kv_hint))
+                headers[_HINT] = ticket.kv_hint
                 self.stats.hints += 1
-        return headers
+        return [(name, value.encode()) for name, value in headers.items()]
 
     async def prefill(self, job: RelayedRequest, ticket: Ticket) -> None:
         """Let another server compute a long prompt first, if the one that answers is for decoding, which fetches the
@@ -273,22 +268,22 @@ class Router:
                 self.stats.prefills[await self._compute_prompt(job, own)] += 1
             ticket.kv_hint = own.worker.neighbour_address
         finally:
-            await asyncio.shield(self.selection.done(own))
+            self.selection.done(own)
 
     async def _compute_prompt(self, job: RelayedRequest, ticket: Ticket) -> str:
         """Let a server compute a prompt, as for a completion of one token; returns the outcome."""
         body: dict[str, Any] = {"model": ticket.worker.names[0], "prompt": "-", "max_tokens": 1}
         if job.cache_salt:
             body["cache_salt"] = job.cache_salt
-        headers = [("content-type", "application/json"), *self._own_headers(job, ticket)]
+        headers = [(b"content-type", b"application/json"), *self._own_headers(job, ticket)]
         if (key := presented_key(job.request.scope)) is not None:
-            headers.append(("authorization", f"Bearer {key}"))
+            headers.append((b"authorization", f"Bearer {key}".encode("latin-1")))
         sent = json.dumps(body).encode() + job.packed
         try:
             async with ticket.worker.post("/v1/completions", headers, sent, job.prompt) as answer:
                 await answer.read()
                 return f"{answer.status // 100}xx"
-        except (OSError, client_error()) as error:
+        except OSError as error:
             logger.warning("lost %s while it computed a prompt: %s", ticket.worker.url, error)
             await self.workers.suspect(ticket.worker)
             return "lost"

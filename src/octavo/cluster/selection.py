@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -58,14 +58,15 @@ class Selection:
         """Choose one of these servers (one group, not empty), and count the request there."""
         return self._ticket(min(workers, key=lambda worker: worker.in_flight))
 
-    async def first_token(self, ticket: Ticket) -> None:
+    def first_token(self, ticket: Ticket) -> None:
         """Called when the prompt has been computed."""
 
-    async def done(self, ticket: Ticket) -> None:
+    def done(self, ticket: Ticket) -> None:
         """Called once when the request has ended, whatever the outcome."""
         ticket.worker.in_flight -= 1
 
-    def close(self) -> None: ...
+    async def close(self) -> None:
+        """Called once no request is left."""
 
     def _ticket(self, worker: Worker, selection_id: str | None = None, cached_tokens: int = 0) -> Ticket:
         worker.in_flight += 1
@@ -106,7 +107,7 @@ class PrefixSelection(Selection):
         )
         self._seconds = config.selection_timeout
         self._known: dict[int, Worker] = {}
-        self._freeing: set[asyncio.Future[None]] = set()
+        self._telling: set[asyncio.Future[None]] = set()  # what the index is being told of reservations
 
     async def add(self, worker: Worker) -> None:
         if worker.event_address("endpoint") is None:
@@ -145,17 +146,17 @@ class PrefixSelection(Selection):
                 chosen = await self._service.select_and_reserve(asked)
                 hint = await self._hint(asked, chosen["worker_id"])
         except asyncio.CancelledError:
-            self._free_soon(selection_id)
+            self._tell(self._service.free_reservation, selection_id)
             raise
         except Exception as error:  # of a library in another language; the request goes on without it
-            self._free_soon(selection_id)
+            self._tell(self._service.free_reservation, selection_id)
             self.fallbacks["timeout" if isinstance(error, TimeoutError) else "index_error"] += 1
             logger.warning("the index could not choose a server: %s", error)
             return await super().choose(workers, prompt)
         worker = self._known.get(chosen["worker_id"])
         if worker not in workers:  # it was lost while the index chose
             self.fallbacks["excluded"] += 1
-            await self._free(selection_id)
+            self._tell(self._service.free_reservation, selection_id)
             return await super().choose(workers, prompt)
         assert worker is not None
         ticket = self._ticket(worker, selection_id, chosen["overlap"]["longest_matched"])
@@ -176,17 +177,12 @@ class PrefixSelection(Selection):
         most = max(addresses, key=lambda number: blocks.get(number, 0))
         return addresses[most] if blocks.get(most, 0) > blocks.get(worker_id, 0) else None
 
-    async def first_token(self, ticket: Ticket) -> None:
-        if ticket.selection_id is not None:
-            try:
-                await self._service.prefill_complete(ticket.selection_id)
-            except Exception as error:
-                logger.debug("reservation %s: %s", ticket.selection_id, error)
+    def first_token(self, ticket: Ticket) -> None:
+        self._tell(self._service.prefill_complete, ticket.selection_id)
 
-    async def done(self, ticket: Ticket) -> None:
-        await super().done(ticket)
-        if ticket.selection_id is not None:
-            await self._free(ticket.selection_id)
+    def done(self, ticket: Ticket) -> None:
+        super().done(ticket)
+        self._tell(self._service.free_reservation, ticket.selection_id)
 
     async def _overlaps(self, asked: dict[str, Any]) -> dict[int, int]:
         """Return the number of a prompt's blocks on each server's device, according to the index."""
@@ -197,19 +193,25 @@ class PrefixSelection(Selection):
         """Return the number of requests that the index counts at servers."""
         return sum(load["active_requests"] for group in self._service.loads() for load in group["loads"])
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await self.settled()
         self._service.shutdown()
 
-    def _free_soon(self, selection_id: str) -> None:
-        """Free a reservation that may have been made."""
-        self._freeing.add(task := asyncio.ensure_future(self._free(selection_id)))
-        task.add_done_callback(self._freeing.discard)
+    async def settled(self) -> None:
+        """Wait until the index knows of everything that has ended."""
+        await asyncio.gather(*self._telling, return_exceptions=True)
 
-    async def _free(self, selection_id: str) -> None:
-        try:
-            await self._service.free_reservation(selection_id)
-        except Exception as error:  # the server that it was at has gone
-            logger.debug("reservation %s: %s", selection_id, error)
+    def _tell(self, call: Callable[[str], asyncio.Future[None]], selection_id: str | None) -> None:
+        """Tell the index of a change of a reservation, without waiting for it."""
+        if selection_id is not None:
+            self._telling.add(told := call(selection_id))
+            told.add_done_callback(self._told)
+
+    def _told(self, told: asyncio.Future[None]) -> None:
+        self._telling.discard(told)
+        if not told.cancelled() and (error := told.exception()) is not None:
+            # It was never made, or its server has gone.
+            logger.debug("the index has not changed a reservation: %s", error)
 
 
 def _record(worker: Worker) -> dict[str, Any]:

@@ -6,12 +6,13 @@ a list, a file, DNS, registrations ──> URLs ──check──> Worker: its d
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from octavo.cluster.config import RouterConfig, checked_url
+from octavo.cluster.connections import Answer, Connections, Headers
 from octavo.errors import ConfigError
 from octavo.server.routers import WORKER_PATH
 
@@ -26,12 +28,9 @@ logger = logging.getLogger("octavo.route")
 
 REGISTERED_SECONDS = 30.0
 _CHECK_SECONDS = 2.0
-_CONNECT_SECONDS = 2.0
 _MOST_FAILURES = 2
 # Delay before a server that failed a check is checked again.
 _AGAIN_SECONDS = 0.25
-# Less than a server's keep_alive_timeout, so that it does not close a connection just as a request is sent over it.
-_KEPT_SECONDS = 4.0
 _READY = 200
 _MOST_SHOWN = 200
 
@@ -53,23 +52,20 @@ class Worker:
     """One server.
 
     Attributes:
-        session: its connections; closing it ends every request that waits for its answer.
         facts: the response of `/router/worker`; empty until it has answered.
         is_healthy: whether it accepts requests.
         num_failures: number of consecutive failed checks.
         in_flight: number of this router's requests that it has not finished.
-        answers: its answers that are being relayed.
         checking: held during a check, because its result is applied in several steps.
         worker_id: its id, which is the same in every router.
     """
 
     url: str
-    session: Any
+    connections: Connections
     facts: Mapping[str, Any] = field(default_factory=dict)
     is_healthy: bool = False
     num_failures: int = 0
     in_flight: int = 0
-    answers: set[Any] = field(default_factory=set)
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     worker_id: int = field(init=False)
 
@@ -93,9 +89,11 @@ class Worker:
         publishes = (facts.get("kv_events") or {}).get("endpoint") is not None
         return "|".join(map(str, (*self.names, facts.get("fingerprint"), facts.get("block_size"), publishes)))
 
-    def post(self, target: str, headers: list[tuple[str, str]], body: bytes, prompt: RoutedPrompt) -> Any:
-        """Send a request; `prompt` is what the router knows of its prompt. Returns the context of the answer."""
-        return self.session.post(target, data=body, headers=headers)
+    def post(
+        self, target: str, headers: Headers, body: bytes, prompt: RoutedPrompt
+    ) -> AbstractAsyncContextManager[Answer]:
+        """Send a request; `prompt` is what the router knows of its prompt."""
+        return self.connections.request("POST", target, headers, body)
 
     def event_address(self, name: str) -> str | None:
         """Return where it publishes events (`endpoint`) or repeats them (`replay_endpoint`), as seen from here."""
@@ -123,7 +121,7 @@ class Workers:
 
     Args:
         key: the router's key.
-        new_session: opens the connections to a server, given a URL.
+        connect: makes the connections to a server, given a URL.
 
     Attributes:
         on_up: called with a server that begins to accept requests, that has restarted, or that has missed a check: its
@@ -131,10 +129,10 @@ class Workers:
         on_down: called with one that no longer accepts requests, or is no longer listed.
     """
 
-    def __init__(self, config: RouterConfig, key: str, new_session: Callable[[str], Any]) -> None:
+    def __init__(self, config: RouterConfig, key: str, connect: Callable[[str], Connections] = Connections) -> None:
         self._config = config
-        self._key = key
-        self._new_session = new_session
+        self._headers = ((b"authorization", f"Bearer {key}".encode()),)
+        self._connect = connect
         self._by_url: dict[str, Worker] = {}
         self._registered: dict[str, float] = {}  # by URL: until when
         self._file: tuple[float, tuple[str, ...]] = (0.0, ())
@@ -183,9 +181,9 @@ class Workers:
             worker = self._by_url.pop(url)
             async with worker.checking:
                 await self._down(worker, "it is no longer named")
-            await worker.session.close()
+            worker.connections.close()
         for url in urls - self._by_url.keys():
-            self._by_url[url] = Worker(url, self._new_session(url))
+            self._by_url[url] = Worker(url, self._connect(url))
 
     async def _check_periodically(self, worker: Worker) -> None:
         """Check a server periodically while it is listed."""
@@ -203,9 +201,9 @@ class Workers:
                 return
         await self._check(worker)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         for worker in self:
-            await worker.session.close()
+            worker.connections.close()
 
     async def _check(self, worker: Worker) -> None:
         async with worker.checking:
@@ -215,17 +213,13 @@ class Workers:
     async def _check_locked(self, worker: Worker) -> None:
         try:
             async with asyncio.timeout(_CHECK_SECONDS):
-                headers = {"Authorization": f"Bearer {self._key}"}
-                async with worker.session.get("/ready") as ready:
-                    if ready.status != _READY:
-                        await self._down(worker, f"/ready answers {ready.status}")
+                for path in ("/ready", WORKER_PATH):
+                    status, body = await worker.connections.get(path, self._headers)
+                    if status != _READY:
+                        text = body[:_MOST_SHOWN].decode(errors="replace")
+                        await self._down(worker, f"{path} answers {status}: {text}")
                         return
-                async with worker.session.get(WORKER_PATH, headers=headers) as answer:
-                    if answer.status != _READY:
-                        text = (await answer.text())[:_MOST_SHOWN]
-                        await self._down(worker, f"{WORKER_PATH} answers {answer.status}: {text}")
-                        return
-                    facts = await answer.json()
+                facts = json.loads(body)
         except Exception as error:  # whatever a server answers, the others go on
             worker.num_failures += 1
             if worker.num_failures >= _MOST_FAILURES or not worker.is_healthy:
@@ -255,11 +249,7 @@ class Workers:
         except Exception:
             logger.exception("cannot remove the cache of %s from the index", worker.url)
         if worker.num_failures >= _MOST_FAILURES:
-            # It hangs, so requests would wait for it forever; closing the connections does not end the answers.
-            for answer in list(worker.answers):
-                answer.close()
-            session, worker.session = worker.session, self._new_session(worker.url)
-            await session.close()
+            worker.connections.close()  # it hangs, and requests would wait for it forever
 
     async def _urls(self) -> set[str]:
         now = time.monotonic()
@@ -301,24 +291,3 @@ def _logged(work: str) -> Iterator[None]:
         yield
     except Exception:
         logger.exception("%s failed: it is tried again", work)
-
-
-def new_session(url: str) -> Any:
-    """Open connections to a server, which relay bytes as they are."""
-    import aiohttp
-
-    return aiohttp.ClientSession(
-        url,
-        auto_decompress=False,
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-        skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type", "Accept"),
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )
-
-
-def client_error() -> type[Exception]:
-    import aiohttp
-
-    error: type[Exception] = aiohttp.ClientError
-    return error

@@ -9,6 +9,7 @@ import os
 from octavo.cluster.config import RouterConfig
 from octavo.commands.options import add_options, given_options
 from octavo.commands.settings import Settings, add_config_option
+from octavo.errors import require_packages
 from octavo.server.config import KEY_OPTIONS, ServerConfig
 from octavo.server.http.logs import configure_logging
 
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_packages("octavo route", "route", "httptools")
     from octavo.cluster.app import route
 
     flags = {**given_options(args, ServerConfig), **given_options(args, RouterConfig)}
