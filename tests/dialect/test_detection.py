@@ -104,6 +104,7 @@ def test_a_template_without_tools_or_reasoning_has_no_format() -> None:
     assert reasoning_format("auto", "{{ messages }}") is None
     assert reasoning_format("auto", "{% if '</think>' in content %}").name == "qwen3"
     assert reasoning_format("auto", "<|channel|>analysis").name == "openai_gptoss"
+    assert reasoning_format("auto", "between <think></think> and <response></response>").name == "ernie45"
 
 
 @pytest.mark.parametrize("each", [each for each in CALL_FORMATS if not each.unmarked], ids=lambda each: each.name)

@@ -348,6 +348,10 @@ def test_where_arguments_break_off_the_rest_is_content(name: str, text: str, arg
         ("qwen3_xml", XML.format("write", "text", "1"), [("write", {"text": "1"})]),
         ("mistral", '[TOOL_CALLS]f{"a": 1}', [("f", {"a": 1})]),
         ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}', [("f", {"a": 1})]),
+        ("minicpm5", '<function name="f"><param name="a"><![CDATA[<b>]]></param></function>', [("f", {"a": "<b>"})]),
+        ("hermes", '<tool_call>{"name": "f"}\n{"name": "stop"}</tool_call>', [("f", {}), ("stop", {})]),
+        ("llama3_json", '{"name": "stop", "parameters": {}}{"name": "stop"}', [("stop", {}), ("stop", {})]),
+        ("olmo3", "<function_calls>\nstop()\nf(a=1)\n</function_calls>", [("stop", {}), ("f", {"a": 1})]),
         ("llama3_json", '<|python_tag|>{"name": "other", "parameters": {}}', [("other", {})]),
         ("llama3_json", '{"type": "function", "name": "stop", "parameters": {}}', [("stop", {})]),
         ("pythonic", "[write(text='it\\'s \\d', lines=(1, 2,),)]", [("write", {"text": "it's \\d", "lines": [1, 2]})]),
@@ -367,6 +371,25 @@ def test_reasoning_is_told_apart_at_every_split(in_reasoning: bool) -> None:
     assert (whole.reasoning, whole.content, whole.calls) == ("Hm, <b> </thin k.", "Yes.", EXAMPLES[0])
     for cut in range(len(text) + 1):
         assert parsed(speaks, text[:cut], text[cut:]) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "call_id"),
+    [
+        ("kimi_k2", written("kimi_k2", EXAMPLES[0]), "functions.get_weather:3"),
+        ("mistral", '[TOOL_CALLS]stop[CALL_ID]123456789[ARGS]{"a": 1}', "123456789"),
+        ("solar_open", "<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>stop<|tool_call:args|>{}", "a1"),
+        ("hermes", '<tool_call>{"id": "1", "name": "f"}</tool_call>', ""),
+    ],
+)
+def test_the_id_that_a_model_writes_beside_a_name_is_the_calls(name: str, text: str, call_id: str) -> None:
+    begun = [event for event in OutputParser(dialect(name)).feed(text) if isinstance(event, CallBegins)]
+    assert [event.id for event in begun] == [call_id]
+
+
+def test_a_mark_that_ends_reasoning_before_any_is_no_content() -> None:
+    assert parsed(dialect("none", "qwen3"), "</think>Yes.").content == "Yes."
+    assert parsed(dialect("none", "qwen3"), "<think></think>Yes.").content == "Yes."
 
 
 def test_a_model_that_does_not_reason_may_call_at_once() -> None:
@@ -429,23 +452,20 @@ def test_an_answer_parsed_in_pieces_equals_the_answer_parsed_whole(
         assert whole.content == text
 
 
-XML_FORM = CALL_FORMATS[0].forms[0]
+XML_FORM = CALL_FORMATS[0].form
 marks = st.text("<>[]|/ab", min_size=1, max_size=6)
+forms = st.sampled_from([XML_FORM, PYTHON_LIST, CallForm(between="[ARGS]"), CallForm(between="|")]) | st.builds(
+    json_calls,
+    st.sampled_from(["arguments", "parameters"]),
+    brackets=st.sampled_from([("", ""), ("[", "]"), ("(", ")")]),
+    separator=st.sampled_from([None, "", ",", ";"]),
+)
 formats = st.builds(
     CallFormat,
     name=st.just("random"),
     opening=marks,
-    forms=st.lists(
-        st.sampled_from([XML_FORM, PYTHON_LIST, CallForm(between="[ARGS]"), CallForm(between="|")])
-        | st.builds(
-            json_calls,
-            st.sampled_from(["arguments", "parameters"]),
-            brackets=st.sampled_from([("", ""), ("[", "]"), ("(", ")")]),
-            separator=st.sampled_from([None, "", ",", ";"]),
-        ),
-        min_size=1,
-        max_size=2,
-    ).map(tuple),
+    form=forms,
+    other_form=st.none() | forms,
     closing=st.just("") | marks,
     unmarked=st.booleans(),
 )
@@ -468,7 +488,7 @@ json_formats = st.builds(
     CallFormat,
     name=st.just("random"),
     opening=marks,
-    forms=st.sampled_from(["arguments", "parameters"]).map(lambda member: (json_calls(member),)),
+    form=st.sampled_from(["arguments", "parameters"]).map(json_calls),
     closing=marks,
 )
 
@@ -514,9 +534,17 @@ def test_harmony_tells_channels_apart_at_every_split(
         assert parsed(HARMONY, text[:cut], text[cut:]) == whole
 
 
-def test_marks_around_an_answer_are_left_out_of_it() -> None:
-    speaks = dialect("cohere_command3", "cohere_command3")
-    text = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes <b>.<|END_RESPONSE|>"
+@pytest.mark.parametrize(
+    ("reasoning", "text"),
+    [
+        ("cohere_command3", "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes <b>.<|END_RESPONSE|>"),
+        ("solar_open", "<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes <b>."),
+        ("hunyuan_a13b", "<think>\nHm.\n</think>\n<answer>\nYes <b>.\n</answer>"),
+        ("granite", "Here is my thought process:\nHm.\nHere is my response:\nYes <b>."),
+    ],
+)
+def test_marks_around_an_answer_are_left_out_of_it(reasoning: str, text: str) -> None:
+    speaks = dialect("cohere_command3", reasoning)
     whole = parsed(speaks, text)
     assert (whole.reasoning, whole.content) == ("Hm.", "Yes <b>.")
     assert parsed(speaks, *text) == whole

@@ -72,10 +72,10 @@ class CallReader:
         if form.separator is None and not (begins and end):
             return False
         if separator := (form.separator or "").strip():
-            follows = (yield from chars.skip_space()) == separator
-            if follows:
+            following = yield from chars.skip_space()
+            if following == separator:
                 yield from chars.next()
-            return follows
+            return following == separator or bool(form.members and following == "{")
         if begins and end:
             return (yield from chars.ahead((begins, end))) == begins
         following = yield from chars.skip_space()

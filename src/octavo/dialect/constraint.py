@@ -33,7 +33,7 @@ def calls_grammar(
         parallel: whether the answer may have several calls.
         reasoning: the reasoning with which the answer may begin.
     """
-    rules = [_rule(calls.forms[0], number, function) for number, function in enumerate(functions)]
+    rules = [_rule(calls.form, number, function) for number, function in enumerate(functions)]
     one = f"call: {' | '.join(f'call_{number}' for number in range(len(functions)))}"
     before = ""
     if reasoning is not None:
@@ -46,7 +46,7 @@ def calls_grammar(
 
 def _run(calls: CallFormat, *, parallel: bool) -> str:
     before, after = (f" {quoted(text)} " if text else " " for text in calls.around_run)
-    separator = calls.forms[0].separator
+    separator = calls.form.separator
     if separator is None:
         run = f"{before}call{after}"
         return run + _repeated(f"{quoted(calls.between_runs)} {run}", parallel)

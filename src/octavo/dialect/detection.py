@@ -17,6 +17,7 @@ from typing import Any
 from octavo.dialect.events import Arguments, CallBegins
 from octavo.dialect.formats import CALL_FORMATS, CallFormat
 from octavo.dialect.parser import Dialect, OutputParser
+from octavo.dialect.writing import with_calls_written
 from octavo.errors import RequestError
 
 Render = Callable[..., str]
@@ -45,7 +46,7 @@ class TemplateCalls:
 
 def template_calls(render: Render, template: str) -> TemplateCalls:
     """Return how the template that `render` uses writes calls; `template` is its source."""
-    described = next((each for each in CALL_FORMATS if any(mark in template for mark in each.template_marks)), None)
+    described = next((each for each in CALL_FORMATS if each.may_be_in(template)), None)
     for as_text in (False, True):
         if (written := _written(render, as_text=as_text)) is None:
             continue
@@ -61,7 +62,10 @@ def template_calls(render: Render, template: str) -> TemplateCalls:
         if found is None and (begun := _after_prompt(render, written)):
             found = next((each for each in CALL_FORMATS if each.unmarked and _reads(each, begun)), None)
         return TemplateCalls(found, as_text)
-    return TemplateCalls(described)
+    # It refuses calls in earlier messages; they may be written out there.
+    if described is not None and _rendered(render, with_calls_written(_chat(_ARGUMENTS), described)) is not None:
+        return TemplateCalls(described, are_dropped=True)
+    return TemplateCalls()
 
 
 def takes_system_messages(render: Render) -> bool:
@@ -92,7 +96,22 @@ def reasoning_marks(render: Render, template: str) -> str:
 
 def _written(render: Render, *, as_text: bool, call_id: str = "call00000") -> str | None:
     """Return the text of a call in a rendered chat, from the question to the result; None if it cannot be rendered."""
-    arguments: Any = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
+    text = _rendered(render, _chat(json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS, call_id))
+    return None if text is None else text.rpartition(_QUESTION)[2].partition(_RESULT)[0]
+
+
+def _chat(arguments: Any, call_id: str = "call00000") -> list[dict[str, Any]]:
+    """Return a chat with a call and its result. Mistral's templates require ids of nine letters and digits."""
+    call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    return [
+        {"role": "user", "content": _QUESTION},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "name": _NAME, "content": _RESULT},
+    ]
+
+
+def _rendered(render: Render, chat: list[dict[str, Any]]) -> str | None:
+    """Return a rendered chat; None if the template refuses it."""
     parameters = {
         "type": "object",
         "properties": {
@@ -102,19 +121,10 @@ def _written(render: Render, *, as_text: bool, call_id: str = "call00000") -> st
         "required": ["text", "count"],
     }
     function = {"name": _NAME, "description": "a function", "parameters": parameters}
-    # Mistral's templates require ids of nine letters and digits.
-    call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-    chat = [
-        {"role": "user", "content": _QUESTION},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": call_id, "name": _NAME, "content": _RESULT},
-    ]
     try:
-        text = render(chat, tools=[{"type": "function", "function": function}], add_generation_prompt=False)
+        return render(chat, tools=[{"type": "function", "function": function}], add_generation_prompt=False)
     except RequestError:
         return None
-    _, _, after = text.rpartition(_QUESTION)
-    return after.partition(_RESULT)[0]
 
 
 def _after_prompt(render: Render, written: str) -> str:

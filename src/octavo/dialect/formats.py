@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 from octavo.dialect.notations import JSON_OBJECT, BareKeys, Keywords, Notation, Tags
 
@@ -93,21 +94,22 @@ class CallFormat:
 
     Attributes:
         opening: the mark before a run of calls; "" if there is none.
-        forms: that the calls may have; the first is enforced if the model must call a tool.
+        form: of the calls.
         closing: the mark after a run of calls.
         between_runs: what stands between two runs.
         unmarked: whether a run may begin the answer without `opening`; such calls must name a tool of the request.
         marks_are_special: whether the marks are special tokens, which are left out of the text by default.
         id_length: length of a call's id, if the chat template requires one; otherwise None.
         template_marks: texts of which at least one is in a chat template that describes this format, but need not
-            write calls in it.
+            write calls in it; if there are none, `opening` is.
         dropped: marks that are left out of the answer's text.
         channels: whether an answer is harmony's messages, each for a channel (`parser.py`).
+        other_form: a second form that is read too.
     """
 
     name: str
     opening: str
-    forms: tuple[CallForm, ...]
+    form: CallForm
     closing: str = ""
     between_runs: str = "\n"
     unmarked: bool = False
@@ -116,16 +118,25 @@ class CallFormat:
     template_marks: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     channels: bool = False
+    other_form: CallForm | None = None
+
+    @property
+    def forms(self) -> tuple[CallForm, ...]:
+        return (self.form,) if self.other_form is None else (self.form, self.other_form)
 
     @property
     def mark(self) -> str:
         """`opening`, as it is read."""
         return self.opening.strip()
 
+    def may_be_in(self, template: str) -> bool:
+        """Return whether a chat template has a mark of this format."""
+        return any(mark in template for mark in self.template_marks or (self.mark,) if mark)
+
     @property
     def around_run(self) -> tuple[str, str]:
         """What is written before and after a run of calls."""
-        before, after = self.forms[0].brackets
+        before, after = self.form.brackets
         return ("" if self.unmarked else self.opening) + before, after + self.closing
 
 
@@ -163,240 +174,156 @@ def _invoke(prefix: str = "", before: str = "", after: str = "", *, typed: bool 
     return _tags(f'{before}<{prefix}invoke name="', '">\n', f"</{prefix}invoke>{after}", tags, "\n")
 
 
-def _arguments_tags(suffix: str = "") -> Tags:
+def _argument_tags(suffix: str = "") -> Tags:
     return Tags(f"<arg_key{suffix}>", (f"</arg_key{suffix}>", f"<arg_value{suffix}>"), f"</arg_value{suffix}>")
 
 
+def _bare(quote: str) -> CallForm:
+    return CallForm("call:", arguments=BareKeys(quote))
+
+
+_FUNCTION_TAGS = _tags("<function=", ">\n", "</function>", Tags(padded=True))
+_FUNCTION_TAGS_IN_LINE = _tags("<function=", ">\n", "</function>", Tags())
+_MISTRAL_NAMED = CallForm(between="[ARGS]", head="{name}[CALL_ID]{id}")
+_DSML = _invoke("｜DSML｜", typed=True)
+_HUNYUAN = _tags(
+    "<tool_call:opensource>",
+    "<tool_sep:opensource>\n",
+    "</tool_call:opensource>",
+    _argument_tags(":opensource"),
+    "\n",
+)
+_COHERE_CALLS = json_list("parameters", name="tool_name")
+_MINICPM = _tags("", '">', "", Tags('<param name="', ('">',), "</param>", raw=("<![CDATA[", "]]>")))
+# A format whose marks are special tokens.
+_special = partial(CallFormat, marks_are_special=True)
+
 # Where several formats would read a call, the first is taken: those with closing marks come before those without.
 CALL_FORMATS = (
+    CallFormat("qwen3_xml", "<tool_call>\n", _FUNCTION_TAGS, "\n</tool_call>", template_marks=("<function=",)),
+    CallFormat("seed_oss", "<seed:tool_call>\n", _FUNCTION_TAGS_IN_LINE, "\n</seed:tool_call>"),
     CallFormat(
-        "qwen3_xml",
-        "<tool_call>\n",
-        (_tags("<function=", ">\n", "</function>", Tags(padded=True)),),
-        "\n</tool_call>",
-        template_marks=("<function=",),
+        "glm45", "<tool_call>", _tags("", "\n", "", _argument_tags()), "</tool_call>", template_marks=("<arg_key>",)
     ),
-    CallFormat(
-        "seed_oss",
-        "<seed:tool_call>\n",
-        (_tags("<function=", ">\n", "</function>", Tags()),),
-        "\n</seed:tool_call>",
-        template_marks=("<seed:tool_call>",),
+    CallFormat("minimax_m2", "<minimax:tool_call>\n", _invoke(), "\n</minimax:tool_call>"),
+    CallFormat("dots", "<dots_function_call>\n", _invoke(), "\n</dots_function_call>"),
+    CallFormat("hermes", "<tool_call>\n", json_calls("arguments"), "\n</tool_call>"),
+    CallFormat("longcat", "<longcat_tool_call>\n", json_calls("arguments"), "\n</longcat_tool_call>"),
+    _special("mistral", "[TOOL_CALLS]", json_list("arguments"), id_length=9, other_form=_MISTRAL_NAMED),
+    _special(
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜>",
+        CallForm(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>", separator="\n"
+        ),
+        "<｜tool▁calls▁end｜>",
     ),
-    CallFormat(
-        "glm45",
-        "<tool_call>",
-        (_tags("", "\n", "", _arguments_tags()),),
-        "</tool_call>",
-        template_marks=("<arg_key>",),
+    _special(
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜>",
+        CallForm("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", separator=""),
+        "<｜tool▁calls▁end｜>",
     ),
-    *(
-        CallFormat(name, f"<{mark}>\n", (_invoke(),), f"\n</{mark}>", template_marks=(f"<{mark}>",))
-        for name, mark in (("minimax_m2", "minimax:tool_call"), ("dots", "dots_function_call"))
-    ),
-    CallFormat(
-        "hermes",
-        "<tool_call>\n",
-        (json_calls("arguments"),),
-        "\n</tool_call>",
-        template_marks=("<tool_call>",),
-    ),
-    CallFormat("longcat", "<longcat_tool_call>\n", (json_calls("arguments"),), "\n</longcat_tool_call>"),
-    CallFormat(
-        "mistral",
-        "[TOOL_CALLS]",
-        (json_list("arguments"), CallForm(between="[ARGS]", head="{name}[CALL_ID]{id}")),
-        marks_are_special=True,
-        id_length=9,
-        template_marks=("[TOOL_CALLS]",),
-    ),
-    *(
-        CallFormat(
-            name,
-            "<｜tool▁calls▁begin｜>",
-            (CallForm(f"<｜tool▁call▁begin｜>{before}", between, f"{after}<｜tool▁call▁end｜>", separator="\n"),),
-            "<｜tool▁calls▁end｜>",
-            marks_are_special=True,
-        )
-        for name, before, between, after in (
-            ("deepseek_v3", "function<｜tool▁sep｜>", "\n```json\n", "\n```"),
-            ("deepseek_v31", "", "<｜tool▁sep｜>", ""),
-        )
-    ),
-    *(
-        CallFormat(
-            name,
-            f"<｜DSML｜{mark}>\n",
-            (_invoke("｜DSML｜", typed=True),),
-            f"\n</｜DSML｜{mark}>",
-            marks_are_special=True,
-        )
-        for name, mark in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
-    ),
-    CallFormat(
+    _special("deepseek_v32", "<｜DSML｜function_calls>\n", _DSML, "\n</｜DSML｜function_calls>"),
+    _special("deepseek_v4", "<｜DSML｜tool_calls>\n", _DSML, "\n</｜DSML｜tool_calls>"),
+    _special(
         "step3",
         "<｜tool_calls_begin｜>\n",
-        (_invoke("steptml:", "<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>"),),
+        _invoke("steptml:", "<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>"),
         "\n<｜tool_calls_end｜>",
-        marks_are_special=True,
     ),
-    *(
-        CallFormat(
-            name,
-            opening,
-            (CallForm("call:", arguments=BareKeys(quote)),),
-            closing,
-            marks_are_special=True,
-            template_marks=(opening,),
-            dropped=dropped,
-        )
-        for name, opening, quote, closing, dropped in (
-            ("gemma4", "<|tool_call>", '<|"|>', "<tool_call|>", ("<|tool_response>",)),
-            ("functiongemma", "<start_function_call>", "<escape>", "<end_function_call>", ()),
-        )
-    ),
-    CallFormat(
+    _special("gemma4", "<|tool_call>", _bare('<|"|>'), "<tool_call|>", dropped=("<|tool_response>",)),
+    _special("functiongemma", "<start_function_call>", _bare("<escape>"), "<end_function_call>"),
+    _special(
         "kimi_k2",
         "<|tool_calls_section_begin|>",
-        (
-            CallForm(
-                "<|tool_call_begin|>",
-                "<|tool_call_argument_begin|>",
-                "<|tool_call_end|>",
-                head="functions.{name}:{index}",
-                separator="",
-            ),
+        CallForm(
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            head="functions.{name}:{index}",
+            separator="",
         ),
         "<|tool_calls_section_end|>",
-        marks_are_special=True,
     ),
-    CallFormat(
+    _special(
         "solar_open",
         "<|tool_calls|>",
-        (
-            CallForm(
-                "<|tool_call:begin|>",
-                "<|tool_call:args|>",
-                "<|tool_call:end|>",
-                head="{id}<|tool_call:name|>{name}",
-                separator="",
-            ),
+        CallForm(
+            "<|tool_call:begin|>",
+            "<|tool_call:args|>",
+            "<|tool_call:end|>",
+            head="{id}<|tool_call:name|>{name}",
+            separator="",
         ),
-        marks_are_special=True,
+        "<|calls|>",
         id_length=10,
-        dropped=(*_SOLAR_ANSWER, "<|calls|>"),
+        dropped=_SOLAR_ANSWER,
     ),
-    CallFormat(
+    _special(
         "apertus",
         "<|tools_prefix|>",
-        (CallForm('{"', '": ', "}", brackets=("[", "]"), separator=", "),),
+        CallForm('{"', '": ', "}", brackets=("[", "]"), separator=", "),
         "<|tools_suffix|>",
-        marks_are_special=True,
     ),
-    CallFormat(
-        "hy_v3",
-        "<tool_calls:opensource>\n",
-        (
-            _tags(
-                "<tool_call:opensource>",
-                "<tool_sep:opensource>\n",
-                "</tool_call:opensource>",
-                _arguments_tags(":opensource"),
-                "\n",
-            ),
-        ),
-        "\n</tool_calls:opensource>",
-        marks_are_special=True,
-    ),
-    CallFormat(
+    _special("hy_v3", "<tool_calls:opensource>\n", _HUNYUAN, "\n</tool_calls:opensource>"),
+    _special(
         "openai",
         "<|channel|>commentary to=functions.",
-        (CallForm(between=" <|constrain|>json<|message|>"),),
+        CallForm(between=" <|constrain|>json<|message|>"),
         "<|call|>",
         between_runs="<|start|>assistant",
-        marks_are_special=True,
         template_marks=("<|channel|>commentary",),
         channels=True,
     ),
-    CallFormat(
-        "cohere_command3",
-        "<|START_ACTION|>",
-        (json_list("parameters", name="tool_name"),),
-        "<|END_ACTION|>",
-        marks_are_special=True,
-        template_marks=("<|START_ACTION|>",),
-        dropped=_COHERE_ANSWER,
-    ),
+    _special("cohere_command3", "<|START_ACTION|>", _COHERE_CALLS, "<|END_ACTION|>", dropped=_COHERE_ANSWER),
     CallFormat(
         "command_r",
         "Action:\n```json\n",
-        (json_list("parameters", name="tool_name"),),
+        _COHERE_CALLS,
         "\n```",
         template_marks=("Action: ```json", "Action:\\n```json", "Action:\n```json"),
     ),
-    CallFormat(
-        "internlm",
-        "<|action_start|><|plugin|>\n",
-        (json_calls("parameters", "arguments"),),
-        "<|action_end|>",
-        marks_are_special=True,
-    ),
-    *(
-        CallFormat(name, opening, (json_calls("arguments"),), marks_are_special=True, dropped=("<|message_sep|>",))
-        for name, opening in (("gigachat3", "function call<|role_sep|>\n"), ("gigachat31", "<|function_call|>"))
-    ),
-    CallFormat("jamba", "<tool_calls>", (json_list("arguments"),), "</tool_calls>"),
-    CallFormat("minimax_m1", "<tool_calls>\n", (json_calls("arguments", separator="\n"),), "\n</tool_calls>"),
-    CallFormat("nemotron_json", "<TOOLCALL>", (json_list("arguments"),), "</TOOLCALL>"),
-    CallFormat(
+    _special("internlm", "<|action_start|><|plugin|>\n", json_calls("parameters", "arguments"), "<|action_end|>"),
+    _special("gigachat3", "function call<|role_sep|>\n", json_calls("arguments"), dropped=("<|message_sep|>",)),
+    _special("gigachat31", "<|function_call|>", json_calls("arguments"), dropped=("<|message_sep|>",)),
+    CallFormat("jamba", "<tool_calls>", json_list("arguments"), "</tool_calls>"),
+    CallFormat("minimax_m1", "<tool_calls>\n", json_calls("arguments", separator="\n"), "\n</tool_calls>"),
+    CallFormat("nemotron_json", "<TOOLCALL>", json_list("arguments"), "</TOOLCALL>"),
+    _special(
         "phi4_mini_json",
         "<|tool_call|>",
-        (json_list("arguments"),),
+        json_list("arguments"),
         "<|/tool_call|>",
-        marks_are_special=True,
         template_marks=("<|/tool_call|>", "<|/tool|>"),
     ),
-    CallFormat(
-        "granite",
-        "<|tool_call|>",
-        (json_list("arguments"),),
-        marks_are_special=True,
-        template_marks=("<|tool_call|>",),
-    ),
-    CallFormat("granite_20b_fc", "<function_call> ", (json_calls("arguments"),), template_marks=("<function_call> {",)),
-    CallFormat("functools", "functools", (json_list("arguments"),), template_marks=('functools[{"name"', "functools[")),
-    CallFormat(
-        "minicpm5",
-        '<function name="',
-        (_tags("", '">', "", Tags('<param name="', ('">',), "</param>", raw=("<![CDATA[", "]]>"))),),
-        "</function>",
-        template_marks=('<function name="',),
-    ),
-    CallFormat("functionary_v31", "<function=", (CallForm(between=">"),), "</function>"),
-    CallFormat(
+    _special("granite", "<|tool_call|>", json_list("arguments")),
+    CallFormat("granite_20b_fc", "<function_call> ", json_calls("arguments")),
+    CallFormat("functools", "functools", json_list("arguments"), template_marks=("functools[",)),
+    CallFormat("minicpm5", '<function name="', _MINICPM, "</function>"),
+    CallFormat("functionary_v31", "<function=", CallForm(between=">"), "</function>"),
+    _special(
         "lfm2",
         "<|tool_call_start|>",
-        (PYTHON_LIST,),
+        PYTHON_LIST,
         "<|tool_call_end|>",
-        marks_are_special=True,
         template_marks=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
     ),
     CallFormat(
         "olmo3",
         "<function_calls>\n",
-        (CallForm(between="(", after=")", arguments=Keywords(), separator="\n"),),
+        CallForm(between="(", after=")", arguments=Keywords(), separator="\n"),
         "\n</function_calls>",
-        template_marks=("<function_calls>",),
     ),
     CallFormat(
         "llama3_json",
         "<|python_tag|>",
-        (json_calls("parameters", "arguments", separator="; "),),
+        json_calls("parameters", "arguments", separator="; "),
         unmarked=True,
         template_marks=('{"name": function name, "parameters":', "<|python_tag|>"),
     ),
-    CallFormat("pythonic", "", (PYTHON_LIST,), unmarked=True, template_marks=("[func_name1(", "[func1(")),
-    CallFormat("xlam", "", (json_list("arguments"),), unmarked=True, template_marks=('[{"name": "tool_call_name"',)),
+    CallFormat("pythonic", "", PYTHON_LIST, unmarked=True, template_marks=("[func_name1(", "[func1(")),
+    CallFormat("xlam", "", json_list("arguments"), unmarked=True, template_marks=('[{"name": "tool_call_name"',)),
 )
 _OTHER_CALL_NAMES = {
     "qwen3_coder": "qwen3_xml",
@@ -442,7 +369,14 @@ REASONING_FORMATS = (
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningFormat("hy_v3", "<think:opensource>", "</think:opensource>", marks_are_special=True),
     ReasoningFormat("minimax_m3", "<mm:think>", "</mm:think>", marks_are_special=True),
+    ReasoningFormat("apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", marks_are_special=True),
+    ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
+    # The answer of these has marks too; Granite 3.3 is the one whose template names them.
+    *(
+        ReasoningFormat(name, "<think>", "</think>", sign=f"<{mark}></{mark}>", dropped=(f"<{mark}>", f"</{mark}>"))
+        for name, mark in (("ernie45", "response"), ("hunyuan_a13b", "answer"))
+    ),
     ReasoningFormat("qwen3", "<think>", "</think>"),
 )
 _OTHER_REASONING_NAMES = {

@@ -19,7 +19,7 @@ To call a function, answer in this form and with nothing else:
 
 def write_calls(calls: CallFormat, wanted: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Return calls, given as names and arguments, as a model with this format writes them."""
-    form, (before, after) = calls.forms[0], calls.around_run
+    form, (before, after) = calls.form, calls.around_run
     written = [
         form.before
         + form.head.format(name=name, id=f"call{number:06}", index=number)

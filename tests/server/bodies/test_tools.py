@@ -68,6 +68,18 @@ def dialects(template: str) -> Dialects:
             "<|tool_call_argument_begin|>"
             "{{ c.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>",
             "hunyuan a13b": "<tool_calls>[{{ c.function | tojson }}]</tool_calls>",
+            "minimax m1": "<tool_calls>\n{{ c.function | tojson }}\n</tool_calls>",
+            "solar": "<|tool_calls|><|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ c.function.name }}"
+            "<|tool_call:args|>{{ c.function.arguments | tojson }}<|tool_call:end|><|calls|>",
+            "minicpm 5": '<function name="{{ c.function.name }}">' + LOOP + '<param name="{{ k }}">'
+            "{{ '<![CDATA[' + v + ']]>' if v is string else v | tojson }}</param>{% endfor %}</function>",
+            "functionary 3.1": "<function={{ c.function.name }}>{{ c.function.arguments | tojson }}</function>",
+            "step 3": "<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+            '<steptml:invoke name="{{ c.function.name }}">' + LOOP + '<steptml:parameter name="{{ k }}">'
+            "{{ v if v is string else v | tojson }}</steptml:parameter>{% endfor %}</steptml:invoke>"
+            "<｜tool_call_end｜>\n<｜tool_calls_end｜>",
+            "internlm": "<|action_start|><|plugin|>\n{{ c.function | tojson }}<|action_end|>",
+            "xlam": "[{{ c.function | tojson }}]",
         }.items()
     ],
 )
@@ -85,6 +97,27 @@ def test_a_call_that_a_template_writes_is_read_back(written: str) -> None:
         assert [each.name for each in events if isinstance(each, CallBegins)] == ["weather"]
         assert json.loads("".join(each.text for each in events if isinstance(each, Arguments))) == ARGUMENTS
         assert not "".join(each.text for each in events if isinstance(each, Content)).strip()
+
+
+@pytest.mark.parametrize(
+    "writes",
+    ["{{ c.id }}", "{% set _ = messages.append(1) %}functions.{{ c.function.name }}:0"],
+    ids=["writes ids alone", "refuses calls"],
+)
+def test_a_template_of_kimi_k2_is_known_by_its_marks_or_its_ids(writes: str) -> None:
+    written = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>"
+        + writes
+        + ("<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>")
+    )
+    found = dialects(CHATML.replace("CALL", written) + "{{ '' if tools }}")
+    calls = found.calls_for(TOOLS)
+    assert calls is not None
+    assert calls.name == "kimi_k2"
+    chat = found.chat([USER, {**CALLING, "tool_calls": [{**CALL, "id": "functions.weather:0"}]}, RESULT], TOOLS)
+    assert chat.tools == TOOLS.tools
+    text = render_chat(CHATML.replace("CALL", written), chat.messages)
+    assert "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{" in text
 
 
 def test_a_template_that_leaves_calls_out_gets_them_in_their_messages() -> None:
