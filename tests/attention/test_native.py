@@ -318,10 +318,19 @@ def test_a_strided_query_out_of_a_fused_product_is_read_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "dtype", "dim"), [(8, "float32", 64), (16, "float16", 64), (16, "float32", 40), (16, "float32", 592)]
+    ("block_size", "dtype", "key_dim", "value_dim"),
+    [
+        (8, "float32", 64, 64),
+        (16, "float16", 64, 64),
+        (16, "float32", 64, 40),
+        (16, "float32", 592, 64),
+        (16, "float32", 64, 592),
+    ],
 )
-def test_what_the_kernels_do_not_reach_falls_back_to_the_reference(block_size: int, dtype: str, dim: int) -> None:
-    sequences = PagedSequences([LayerKVSpec(1, dim, dim)], block_size, 1, 40, dtype=dtype)
+def test_what_the_kernels_do_not_reach_falls_back_to_the_reference(
+    block_size: int, dtype: str, key_dim: int, value_dim: int
+) -> None:
+    sequences = PagedSequences([LayerKVSpec(1, key_dim, value_dim)], block_size, 1, 40, dtype=dtype)
     batch = sequences.step({0: 40})
     query = fill(sequences, batch, 2)
     assert not NativeAttention.supports(sequences.kv[0])

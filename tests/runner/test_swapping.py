@@ -134,8 +134,10 @@ def test_on_a_cpu_blocks_are_stored_in_their_turn_and_copied_once(arena: KVArena
     assert numbers(tier, [5, 0]) == [1, 3], "before the step's own copies"
     assert tier.threads == [threading.get_ident()]
     assert tier.stored[0].data_ptr() == arena.rows([1])[0].data_ptr()
+    assert mover.store_seconds > 0
     mover.begin(StepPlan(loads=swaps((2, 0), (4, 5))))  # type: ignore[arg-type]
     assert numbers(arena, [2, 4]) == [3, 1]
+    assert (mover.store_seconds, mover.load_seconds > 0) == (0.0, True), "of this step alone"
 
 
 @pytest.mark.parametrize("piece", [1, 2])

@@ -298,6 +298,12 @@ def test_connections_are_bounded_for_each_peer_and_a_broken_command_ends_one(
         for command in (b"*2\r\n$3\r\nDEL\r\n$1\r\nx\r\n", b"*0\r\n"):
             connection.sendall(command)
             assert connection.recv(100).startswith(b"-ERR only PING")
+        name = lender._prefix + label(1).key.hex().encode()
+        named = b"$%d\r\n%s\r\n" % (len(name), name)
+        connection.sendall(b"*2\r\n$6\r\nSTRLEN\r\n" + named)
+        length = int(connection.recv(100)[1:])
+        connection.sendall(b"*4\r\n$8\r\nGETRANGE\r\n" + named + b"$1\r\n0\r\n$2\r\n-1\r\n")
+        assert connection.makefile("rb").readline() == b"$%d\r\n" % length
     held = []
     ends = time.monotonic() + SECONDS
     while lender._connections and time.monotonic() < ends:
