@@ -57,7 +57,8 @@ KEYS = f'[tenants.admin]\nkeys = ["{ADMIN_KEY}"]\nadmin = true\n' + "".join(
 RIGHT_SECONDS = 5.0
 MODEL = {"initializer_range": 0.3, "hidden_size": 128, "num_hidden_layers": 4, "max_position_embeddings": 2048}
 IDLE_SECONDS = 30.0
-PROBE_TOKENS = 200
+# More than users' requests occupy at a server: if one is busier by as many blocks, another is rightly chosen.
+PROBE_TOKENS = 800
 # Share of the processes' faults during which a link fails too.
 ALSO = 0.4
 
