@@ -11,7 +11,7 @@ import pytest
 
 from octavo.dialect.constraint import calls_grammar
 from octavo.dialect.events import Arguments, CallBegins, Content, Reasoning
-from octavo.dialect.formats import CALL_FORMATS, CallFormat, reasoning_format
+from octavo.dialect.formats import CALL_FORMATS, CallFormat, call_format, reasoning_format
 from octavo.dialect.parser import Dialect, OutputParser
 from octavo.engine.core import EngineCore
 from octavo.request import FinishReason
@@ -36,6 +36,10 @@ WEATHER = {
 }
 STOP = {"name": "stop"}
 TYPES: dict[str, dict[str, str]] = {"get_weather": {"days": "integer", "where": "array"}, "stop": {}}
+
+
+# One format of each form; their marks are in `tests/dialect/test_detection.py`.
+FORMATS = list({(each.form, each.unmarked): each for each in reversed(CALL_FORMATS)}.values())
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +87,7 @@ def check(name: str, arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda each: each.name)
+@pytest.mark.parametrize("calls", FORMATS, ids=lambda each: each.name)
 def test_an_answer_that_must_call_does_and_nothing_else(core: EngineCore, calls: CallFormat, parallel: bool) -> None:
     grammar = calls_grammar(calls, [WEATHER, STOP], parallel=parallel)
     for seed in range(4):
@@ -98,7 +102,7 @@ def test_an_answer_that_must_call_does_and_nothing_else(core: EngineCore, calls:
             check(name, arguments)
 
 
-@pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda each: each.name)
+@pytest.mark.parametrize("calls", FORMATS, ids=lambda each: each.name)
 def test_a_named_call_is_of_that_tool(core: EngineCore, calls: CallFormat) -> None:
     text, _ = said(core, calls_grammar(calls, [STOP], parallel=False), 0)
     assert calls_in(text, Dialect(calls, tools=TYPES))[0] == [("stop", {})]
@@ -106,10 +110,14 @@ def test_a_named_call_is_of_that_tool(core: EngineCore, calls: CallFormat) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_open", [True, False])
-def test_reasoning_comes_before_a_call_that_must_be_made(core: EngineCore, is_open: bool) -> None:
-    calls = CALL_FORMATS[1]
-    speaks = Dialect(calls, reasoning_format("qwen3", None), in_reasoning=is_open, tools=TYPES)
-    grammar = calls_grammar(calls, [STOP], parallel=False, reasoning=speaks.reasoning_part)
+@pytest.mark.parametrize(("name", "thinks"), [("qwen3_xml", "qwen3"), ("solar_open",) * 2, ("openai", "openai_gptoss")])
+def test_reasoning_comes_before_a_call_that_must_be_made(
+    core: EngineCore, name: str, thinks: str, is_open: bool
+) -> None:
+    calls, reasoning = call_format(name), reasoning_format(thinks, None)
+    assert calls is not None
+    speaks = Dialect(calls, reasoning, in_reasoning=is_open and not calls.channels, tools=TYPES)
+    grammar = calls_grammar(calls, [STOP], parallel=False, reasoning=speaks.reasoning_part(calls=True))
     for seed in range(4):
         text, reason = said(core, grammar, seed)
         found, _ = calls_in(text, speaks)
@@ -136,7 +144,7 @@ def test_the_grammar_of_an_answer_begins_after_its_reasoning(
 ) -> None:
     thinks = reasoning_format(kind, None)
     assert thinks is not None
-    part = Dialect(None, thinks, in_reasoning=is_open).reasoning_part
+    part = Dialect(None, thinks, in_reasoning=is_open).reasoning_part()
     grammar = core.inputs.grammars.begin(replace(wanted, reasoning=part))
 
     def fits(text: str) -> bool:
@@ -153,5 +161,5 @@ def test_the_grammar_of_an_answer_begins_after_its_reasoning(
 
 
 def test_an_answer_whose_reasoning_is_over_has_none() -> None:
-    assert Dialect(None, reasoning_format("qwen3", None), has_reasoned=True).reasoning_part is None
-    assert Dialect().reasoning_part is None
+    assert Dialect(None, reasoning_format("qwen3", None), has_reasoned=True).reasoning_part() is None
+    assert Dialect().reasoning_part() is None

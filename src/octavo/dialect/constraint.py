@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from octavo.dialect.formats import CallForm, CallFormat
@@ -37,8 +36,6 @@ def calls_grammar(
     one = f"call: {' | '.join(f'call_{number}' for number in range(len(functions)))}"
     before = ""
     if reasoning is not None:
-        if calls.channels:  # instead of a message with the answer
-            reasoning = replace(reasoning, closing=reasoning.closing.partition("<|channel|>")[0])
         before = f"{reasoning.prefix} "
         rules.append(reasoning.rules)
     return "\n".join([f"start: {before}{_run(calls, parallel=parallel)}", one, *rules])

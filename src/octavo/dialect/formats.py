@@ -145,7 +145,8 @@ class ReasoningFormat:
     """The markers around a model's reasoning.
 
     Attributes:
-        answer: mark before the answer that follows.
+        message: mark before what follows, an answer or calls.
+        answer: mark before an answer, after `message`.
         sign: text by which a template that has this format is known; "" if it is `closing`.
         dropped, channels: see `CallFormat`.
     """
@@ -154,6 +155,7 @@ class ReasoningFormat:
     opening: str
     closing: str
     marks_are_special: bool = False
+    message: str = ""
     answer: str = ""
     sign: str = ""
     dropped: tuple[str, ...] = ()
@@ -345,7 +347,8 @@ REASONING_FORMATS = (
         "<|channel|>analysis<|message|>",
         "<|end|>",
         marks_are_special=True,
-        answer="<|start|>assistant<|channel|>final<|message|>",
+        message="<|start|>assistant",
+        answer="<|channel|>final<|message|>",
         sign="<|channel|>analysis",
         channels=True,
     ),
@@ -361,7 +364,8 @@ REASONING_FORMATS = (
         "<|think|>",
         "<|end|>",
         marks_are_special=True,
-        answer="<|begin|>assistant<|content|>",
+        message="<|begin|>assistant",
+        answer="<|content|>",
         sign="<|begin|>assistant<|think|>",
         dropped=_SOLAR_ANSWER,
     ),

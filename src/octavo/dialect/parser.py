@@ -44,12 +44,11 @@ class Dialect:
     tools: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     has_reasoned: bool = False
 
-    @property
-    def reasoning_part(self) -> ReasoningPart | None:
-        """The reasoning with which an answer may begin, for its grammar; None if there is none."""
+    def reasoning_part(self, *, calls: bool = False) -> ReasoningPart | None:
+        """Return the reasoning with which an answer may begin, for its grammar, or that of its calls; None if none."""
         if self.reasoning is None or self.has_reasoned:
             return None
-        closing = self.reasoning.closing + self.reasoning.answer
+        closing = self.reasoning.closing + self.reasoning.message + ("" if calls else self.reasoning.answer)
         return ReasoningPart(self.reasoning.opening, closing, self.in_reasoning)
 
     @property

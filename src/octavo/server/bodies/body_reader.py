@@ -257,7 +257,7 @@ class BodyReader:
         dialect = self._dialects.of_answer(calls, tools, text)
         if constraint := self._dialects.constraint(dialect, tools, parallel=body.parallel_tool_calls is not False):
             params = self._constrained(params, constraint)
-        elif params.structured_outputs is not None and (part := dialect.reasoning_part) is not None:
+        elif params.structured_outputs is not None and (part := dialect.reasoning_part()) is not None:
             params = replace(params, structured_outputs=replace(params.structured_outputs, reasoning=part))
         if dialect.keeps_special_tokens and "skip_special_tokens" not in body.sampling:
             params = replace(params, skip_special_tokens=False)

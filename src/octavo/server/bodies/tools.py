@@ -331,7 +331,7 @@ class Dialects:
             dialect.calls,
             tools.callable,
             parallel=parallel and tools.named is None,
-            reasoning=dialect.reasoning_part,
+            reasoning=dialect.reasoning_part(calls=True),
         )
         return StructuredOutputsParams(grammar=grammar)
 
