@@ -52,7 +52,9 @@ class Worker:
     """One server.
 
     Attributes:
-        facts: the response of `/router/worker`; empty until it has answered.
+        facts: the response of `/router/worker`; empty until it has answered. `learn` replaces it.
+        names: the names of its model.
+        group: what servers must have in common to share an index: names, tokens, and size of blocks.
         is_healthy: whether it accepts requests.
         num_failures: number of consecutive failed checks.
         in_flight: number of this router's requests that it has not finished.
@@ -68,26 +70,23 @@ class Worker:
     in_flight: int = 0
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     worker_id: int = field(init=False)
+    names: tuple[str, ...] = field(init=False)
+    group: str = field(init=False)
 
     def __post_init__(self) -> None:
+        self.learn(self.facts)
         self.worker_id = int.from_bytes(blake2b(self.url.encode(), digest_size=6).digest(), "big")
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of its model."""
-        return tuple(self.facts.get("names", ()))
+    def learn(self, facts: Mapping[str, Any]) -> None:
+        """Replace what is known of it; `names` and `group` are kept, because every request compares all servers'."""
+        publishes = (facts.get("kv_events") or {}).get("endpoint") is not None
+        self.facts, self.names = facts, tuple(facts.get("names", ()))
+        self.group = "|".join(map(str, (*self.names, facts.get("fingerprint"), facts.get("block_size"), publishes)))
 
     @property
     def role(self) -> str:
         """Its role, as in `ServerConfig.role`."""
         return str(self.facts.get("role", "both"))
-
-    @property
-    def group(self) -> str:
-        """Properties that servers must have in common to share an index: names, tokens, and size of blocks."""
-        facts = self.facts
-        publishes = (facts.get("kv_events") or {}).get("endpoint") is not None
-        return "|".join(map(str, (*self.names, facts.get("fingerprint"), facts.get("block_size"), publishes)))
 
     def post(
         self, target: str, headers: Headers, body: bytes, prompt: RoutedPrompt
@@ -228,7 +227,7 @@ class Workers:
         has_missed, worker.num_failures = worker.num_failures > 0, 0
         if worker.is_healthy and facts != worker.facts:
             await self._down(worker, "it was restarted")
-        worker.facts = facts
+        worker.learn(facts)
         if has_missed or not worker.is_healthy:
             try:
                 await self.on_up(worker)
