@@ -9,7 +9,7 @@
 
 From a declaration come what is written in prompts, the grammar of answers that must call, the parser, and how a chat
 template's format is found. Line breaks at the ends of marks are written, but may be missing or other spaces in what
-is read. The names are those of vLLM's `--tool-call-parser` and `--reasoning-parser`.
+is read. Names are those of vLLM's `--tool-call-parser` and `--reasoning-parser` where it has the format.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ CALL_FORMATS = (
         template_marks=("<|/tool_call|>", "<|/tool|>"),
     ),
     _special("granite", "<|tool_call|>", json_list("arguments")),
-    CallFormat("granite_20b_fc", "<function_call> ", json_calls("arguments")),
+    CallFormat("granite-20b-fc", "<function_call> ", json_calls("arguments")),
     CallFormat("functools", "functools", json_list("arguments"), template_marks=("functools[",)),
     CallFormat("minicpm5", '<function name="', _MINICPM, "</function>"),
     CallFormat("functionary_v31", "<function=", CallForm(between=">"), "</function>"),
