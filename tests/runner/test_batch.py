@@ -222,28 +222,38 @@ def test_a_row_draws_after_each_of_its_last_positions() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(lengths=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=2, max_size=12), data=st.data())
+@given(lengths=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=2, max_size=12), data=st.data())
 def test_steps_that_verify_drafts_of_any_lengths_in_any_order(
     lengths: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """Each token is a query at its own position, whichever layouts came before."""
+    """Each token is a query at its own position, whichever layouts came before, and in buffers of prompts too."""
     builder, seq_ids = make_builder(), (SequenceId(1), SequenceId(2))
     params = SamplingParams(presence_penalty=data.draw(st.sampled_from([0.0, 1.0])))
     sampling = SamplingSnapshot(RequestId("r"), params, seed=7, num_prompt_tokens=2)
     tables = {i: [BlockId(40 * i + place) for place in range(40)] for i in (1, 2)}
     prompt = np.arange(2, dtype=np.int32).tobytes()
+    builder.build(
+        StepPlan(
+            step=1,
+            seq_ids=seq_ids,
+            starts=(0, 0),
+            lengths=(2, 2),
+            draws=(1, 1),
+            token_ids=(0, 0, 0, 0),
+            new=tuple(NewSequence(i, sampling, prompt) for i in seq_ids),
+            tables=tuple(TableDelta(i - 1, 0, (tuple(tables[i]),)) for i in seq_ids),
+        )
+    )
     starts = [2, 2]
-    for number, step in enumerate(lengths):
+    for number, step in enumerate(lengths, start=2):
         plan = StepPlan(
-            step=number + 1,
+            step=number,
             seq_ids=seq_ids,
             starts=tuple(starts),
             lengths=step,
             draws=step,
             num_decodes=2,
             token_ids=tuple(range(sum(step))),
-            new=() if number else tuple(NewSequence(i, sampling, prompt) for i in seq_ids),
-            tables=() if number else tuple(TableDelta(i - 1, 0, (tuple(tables[i]),)) for i in seq_ids),
         )
         batch = builder.build(plan)
         places = [(i, p) for i, s, n in zip(seq_ids, starts, step, strict=True) for p in range(s, s + n)]
