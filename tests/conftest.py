@@ -113,7 +113,7 @@ class SwappingIsCheaper(Preemption):
 
 def swapping_is_cheaper() -> AbstractContextManager[Any]:
     """Engines made meanwhile swap every preempted sequence, however long computing and moving blocks takes."""
-    return patch("octavo.engine.builder.Preemption", SwappingIsCheaper)
+    return patch("octavo.scheduler.assembly.Preemption", SwappingIsCheaper)
 
 
 def without_deadlines(core: EngineCore) -> EngineCore:

@@ -28,8 +28,6 @@ from octavo.runner.runner import ModelRunner
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, make_speculator
 from octavo.scheduler.draft_model import DraftModel
 from octavo.scheduler.plan_log import PlanLog
-from octavo.scheduler.preemption import Preemption
-from octavo.scheduler.waiting import Fetching
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tokenizer_loading import begin_loading, load_tokenizer
 from octavo.units import format_bytes
@@ -74,15 +72,14 @@ def build_engine(config: EngineConfig, begun: Future[Tokenizer | None] | None = 
             num_prefix_blocks=facts.num_prefix_blocks,
             identity=identity,
         )
-        preemption, drafts = Preemption(), None if draft is None else draft.drafts_for(runner, tokenizer)
+        drafts = None if draft is None else draft.drafts_for(runner, tokenizer)
         if (tiers := join_stores(config, kv, runner.host, identity)) is not None:
             resources.callback(tiers.close)
         scheduler = assemble_scheduler(
             config,
             kv,
             facts.max_model_len,
-            preemption=preemption,
-            fetching=None if tiers is None else Fetching(kv, tiers, preemption),
+            tiers=tiers,
             speculator=None if drafts is None else make_speculator(config, kv, facts.max_model_len, model=drafts),
         )
         eos_token_ids = model.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset())

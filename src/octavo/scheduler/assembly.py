@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
 from octavo.kvcache.manager import KVCacheManager
@@ -24,6 +25,9 @@ from octavo.scheduler.preemption import Preemption
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.speculation import Clock, Speculator
 from octavo.scheduler.waiting import Fetching
+
+if TYPE_CHECKING:
+    from octavo.tiers.lower import LowerTiers
 
 
 def assemble_cache(
@@ -67,15 +71,15 @@ def assemble_scheduler(
     max_model_len: int,
     *,
     preemption: Preemption | None = None,
-    fetching: Fetching | None = None,
+    tiers: LowerTiers | None = None,
     speculator: Speculator | None = None,
 ) -> Scheduler:
     """Return the scheduler that the options describe, for a cache from `assemble_cache` with the same options.
 
     Args:
-        speculator: that from `make_speculator` with other arguments than the default ones.
         preemption: the speeds to begin with; by default they are unknown until measured. Its mode is set.
-        fetching: see `Scheduler`.
+        tiers: the stores below the cache's host memory.
+        speculator: that from `make_speculator` with other arguments than the default ones.
     """
     preemption = Preemption() if preemption is None else preemption
     # Prompts and decodes round quantised keys and values differently, so what decodes computed is not recomputed.
@@ -97,7 +101,7 @@ def assemble_scheduler(
         policy=policy,
         preemption=preemption,
         by_prefix=config.prefix_cache == "radix" and config.enable_prefix_caching,
-        fetching=fetching,
+        fetching=None if tiers is None else Fetching(kv, tiers, preemption),
         speculator=speculator or make_speculator(config, kv, max_model_len),
     )
 

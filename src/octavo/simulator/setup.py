@@ -18,7 +18,6 @@ from octavo.planner.roofline import Machine, read_under, roofline, windows_of
 from octavo.planner.sizing import UNLIMITED, Sizing
 from octavo.scheduler.assembly import assemble_cache, assemble_scheduler, make_speculator
 from octavo.scheduler.preemption import Preemption
-from octavo.scheduler.waiting import Fetching
 from octavo.simulator.acceptance import Output, RecordedDrafts
 from octavo.simulator.leaps import Leaps
 from octavo.simulator.links import LinkedMemory, NeighbourStore
@@ -184,7 +183,6 @@ class Plan:
         leaps = None
         if speculator is None and not windowed and config.itl_slo_ms is None:
             leaps = Leaps(kv, self.max_model_len, config.max_num_batched_tokens)
-        computing = Preemption(per_token, per_block)
         store = tiers = None
         if self.fleet.link_gbit is not None and neighbours is not None:
             neighbours[str(seed)] = memory = LinkedMemory(neighbours)
@@ -196,8 +194,8 @@ class Plan:
             config,
             kv,
             self.max_model_len,
-            preemption=computing,
-            fetching=None if tiers is None else Fetching(kv, tiers, computing),
+            preemption=Preemption(per_token, per_block),
+            tiers=tiers,
             speculator=speculator or leaps,
         )
         return SimulatedServer(
