@@ -187,7 +187,6 @@ def _bare(quote: str) -> CallForm:
 _FUNCTION_TAGS = _tags("<function=", ">\n", "</function>", Tags(padded=True))
 _FUNCTION_TAGS_IN_LINE = _tags("<function=", ">\n", "</function>", Tags())
 _MISTRAL_NAMED = CallForm(between="[ARGS]", head="{name}[CALL_ID]{id}")
-_DSML = _invoke("｜DSML｜", typed=True)
 _HUNYUAN = _tags(
     "<tool_call:opensource>",
     "<tool_sep:opensource>\n",
@@ -226,8 +225,14 @@ CALL_FORMATS = (
         CallForm("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", separator=""),
         "<｜tool▁calls▁end｜>",
     ),
-    _special("deepseek_v32", "<｜DSML｜function_calls>\n", _DSML, "\n</｜DSML｜function_calls>"),
-    _special("deepseek_v4", "<｜DSML｜tool_calls>\n", _DSML, "\n</｜DSML｜tool_calls>"),
+    *(
+        _special(name, f"<{prefix}{mark}>\n", _invoke(prefix, typed=True), f"\n</{prefix}{mark}>")
+        for name, prefix, mark in (
+            ("deepseek_v32", "｜DSML｜", "function_calls"),
+            ("deepseek_v4", "｜DSML｜", "tool_calls"),
+            ("deepseek_v41", "｜DSML｜ ", "calls"),
+        )
+    ),
     _special(
         "step3",
         "<｜tool_calls_begin｜>\n",
@@ -267,6 +272,17 @@ CALL_FORMATS = (
         "<|tools_prefix|>",
         CallForm('{"', '": ', "}", brackets=("[", "]"), separator=", "),
         "<|tools_suffix|>",
+    ),
+    _special(
+        "plamo3",
+        "<|plamo:begin_tool_requests:plamo|>",
+        CallForm(
+            "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>",
+            "<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
+            "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
+            separator="",
+        ),
+        "<|plamo:end_tool_requests:plamo|>",
     ),
     _special("hy_v3", "<tool_calls:opensource>\n", _HUNYUAN, "\n</tool_calls:opensource>"),
     _special(
@@ -328,15 +344,12 @@ CALL_FORMATS = (
     CallFormat("xlam", "", json_list("arguments"), unmarked=True, template_marks=('[{"name": "tool_call_name"',)),
 )
 _OTHER_CALL_NAMES = {
-    "qwen3_coder": "qwen3_xml",
-    "glm47": "glm45",
+    **dict.fromkeys(("qwen3_coder", "step3p5", "step5", "mimo"), "qwen3_xml"),
+    **dict.fromkeys(("glm47", "poolside_v1", "ling3"), "glm45"),
+    **dict.fromkeys(("qwen", "qwen3_json", "ernie45", "granite4"), "hermes"),
     "deepseek_r1": "deepseek_v3",
     "gpt_oss": "openai",
-    **dict.fromkeys(("qwen", "qwen3_json", "ernie45"), "hermes"),
-    **dict.fromkeys(("poolside_v1", "ling3"), "glm45"),
-    "granite4": "hermes",
     "hunyuan_a13b": "jamba",
-    "step3p5": "qwen3_xml",
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
 }
@@ -369,6 +382,7 @@ REASONING_FORMATS = (
         sign="<|begin|>assistant<|think|>",
         dropped=_SOLAR_ANSWER,
     ),
+    ReasoningFormat("plamo3", "<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>", marks_are_special=True),
     ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", marks_are_special=True),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningFormat("hy_v3", "<think:opensource>", "</think:opensource>", marks_are_special=True),
