@@ -148,7 +148,7 @@ void Decoder::execute(const DecoderStep&, const MultiplyHeads& product) {
 }
 
 void Decoder::execute(const DecoderStep&, const Activate& activated) {
-    activate(shape.storage, activated.activation, rows_[activated.place]);
+    activate(shape.storage, activated.activation, activated.parameters.data(), rows_[activated.place]);
 }
 
 void Decoder::execute(const DecoderStep& step, const Attend& attend) {
@@ -254,6 +254,7 @@ RopeTask Decoder::rotation(const DecoderStep& step, const Attend& attend) const 
     rope.num_heads = shape.num_heads;
     rope.key_dim = shape.key_dim;
     rope.rotary_dim = angles.dim;
+    rope.rotates_first = attend.rotates_first;
     if (cache.recent_blocks) {
         rope.copies = &cache.copies;
         rope.copies_slots = step.groups[cache.copies_group].slots;

@@ -10,6 +10,7 @@
 // rounding takes from it is lost to all later layers.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -70,11 +71,13 @@ struct MultiplyHeads {
 struct Activate {
     Register place;
     Activation activation;
+    std::array<float, kXieluParameters> parameters;  // of kXielu
 };
 struct Attend {
     std::size_t layer;
     int rotation;  // index of the step's rotations; -1: none
     NormWeights query_norm, key_norm;
+    bool rotates_first;  // before the norms
     const float* sinks;  // of each head, or null
     std::optional<Columns> columns;
 };

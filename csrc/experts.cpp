@@ -41,12 +41,26 @@ void mask_groups(float* ranked, int num_experts, const ExpertChoice& choice) {
             std::fill_n(ranked + group * size, size, -std::numeric_limits<float>::infinity());
 }
 
+// Whether scores become weights, by their sigmoid or softmax, before experts are chosen.
+bool scores_first(const ExpertChoice& choice) { return choice.sigmoid || choice.corrected; }
+
+void score(float* scores, int num_experts, const ExpertChoice& choice) {
+    if (choice.sigmoid) {
+        for (int expert = 0; expert < num_experts; ++expert) scores[expert] = 1.0f / (1.0f + std::exp(-scores[expert]));
+        return;
+    }
+    const float most = *std::max_element(scores, scores + num_experts);
+    float sum = 0.0f;
+    for (int expert = 0; expert < num_experts; ++expert) sum += scores[expert] = std::exp(scores[expert] - most);
+    for (int expert = 0; expert < num_experts; ++expert) scores[expert] /= sum;
+}
+
 // The experts with the largest numbers in `ranked`, and their weights.
 void choose_row(const float* scores, const float* ranked, int num_experts, const ExpertChoice& choice,
                 int32_t* experts, float* weights) {
     largest(ranked, num_experts, choice.active, experts);
     float sum = 0.0f;
-    if (choice.sigmoid) {
+    if (scores_first(choice)) {
         for (int i = 0; i < choice.active; ++i) sum += weights[i] = scores[experts[i]];
         sum = choice.normalised ? sum + 1e-20f : 1.0f;
     } else {
@@ -75,8 +89,7 @@ void ExpertPairs::choose(float* scores, const float* bias, int64_t rows, int num
         for (int64_t row = task * kRowsPerTask; row < std::min(rows, (task + 1) * kRowsPerTask); ++row) {
             float* own = scores + row * num_experts;
             float* ranked = copies ? ranked_.data() + row * num_experts : own;
-            for (int expert = 0; choice.sigmoid && expert < num_experts; ++expert)
-                own[expert] = 1.0f / (1.0f + std::exp(-own[expert]));
+            if (scores_first(choice)) score(own, num_experts, choice);
             if (copies) std::copy_n(own, num_experts, ranked);
             for (int expert = 0; bias && expert < num_experts; ++expert) ranked[expert] += bias[expert];
             if (choice.groups > 1) mask_groups(ranked, num_experts, choice);

@@ -8,7 +8,7 @@ namespace octavo {
 
 // Each row uses the `active` experts with the largest scores, of the `active_groups` groups with the largest, as
 // `ExpertsConfig` documents. The weights are the softmax of all scores or, if `normalised`, of their own; of `sigmoid`
-// scores, these or their shares of the sum.
+// and `corrected` scores, these or their shares of the sum.
 struct ExpertChoice {
     int active;
     bool normalised, sigmoid = false;

@@ -12,7 +12,9 @@
 
 namespace octavo {
 
-enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kRelu2, kNumActivations };
+// Those before kNumGates have no parameters, and may be gates.
+enum Activation { kSilu, kGeluTanh, kGelu, kRelu, kRelu2, kNumGates, kXielu = kNumGates, kNumActivations };
+constexpr int kXieluParameters = 3;  // alpha_p, alpha_n, beta
 
 // How a row is normalised: by its root mean square, rounded before weights of the storage type multiply it; the same
 // with float weights, rounded once; or to mean 0 and variance 1, with float weights and perhaps a bias, rounded once.
@@ -33,6 +35,7 @@ struct RopeTask {
     const int64_t *positions, *slots;
     NormWeights query_norm, key_norm;  // of each head
     int num_heads, key_dim, rotary_dim;
+    bool rotates_first;  // before the norms
     const LayerKV* copies;  // of a coded layer, or null, and their slots
     const int64_t* copies_slots;
     // Where tokens that see sinks apart (AttendTask) have their queries a second time, rotated for other positions, or
@@ -73,8 +76,8 @@ struct Kernels {
     // If y is not null, x += y first. By the storage of x and by that of y, out and weights, which a wider x may have.
     void (*normalise[kNumStorages][kNumStorages][kNumNormKinds])(char* x, const char* y, const NormWeights&, char* out,
                                                                  int width);
-    void (*gated[kNumStorages][kNumActivations])(const char* gate, const char* up, char* out, int64_t width);
-    void (*activate[kNumStorages][kNumActivations])(char* x, int64_t width);
+    void (*gated[kNumStorages][kNumGates])(const char* gate, const char* up, char* out, int64_t width);
+    void (*activate[kNumStorages][kNumActivations])(char* x, const float* parameters, int64_t width);
     void (*add[kNumStorages][kNumStorages])(char* x, const char* y, int64_t width);  // by those of x and y
     void (*scale[kNumStorages])(char* x, float factor, int64_t width);
     void (*weighted_sum[kNumStorages])(const char* const* rows, const float* weights, int count, char* out,

@@ -62,9 +62,9 @@ void softcap(const Matrix& x, float cap) {
     each_row(x, [&](int64_t i) { kernel(reinterpret_cast<float*>(x.row(i)), cap, x.width); });
 }
 
-void activate(Storage storage, Activation activation, const Matrix& x) {
+void activate(Storage storage, Activation activation, const float* parameters, const Matrix& x) {
     const auto kernel = kernels().activate[storage][activation];
-    each_row(x, [&](int64_t i) { kernel(x.row(i), x.width); });
+    each_row(x, [&](int64_t i) { kernel(x.row(i), parameters, x.width); });
 }
 
 void gated(Storage storage, Activation activation, const Matrix& gate_up, const Matrix& out) {

@@ -21,7 +21,7 @@ void scale(Storage, const Matrix& x, float factor);
 // Sums are in float32 and in the order of j. out may be x if it is a sum of one row.
 void weighted_sums(Storage, const Matrix& x, int count, const float* weights, const int32_t* places, const Matrix& out);
 void softcap(const Matrix& x, float cap);  // of float32
-void activate(Storage, Activation, const Matrix& x);
+void activate(Storage, Activation, const float* parameters, const Matrix& x);  // parameters of kXielu
 void gated(Storage, Activation, const Matrix& gate_up, const Matrix& out);  // [T, 2 I] -> [T, I]
 void rope_write(Storage, const RopeTask&, int64_t num_tokens);
 void argmax(Storage, const Matrix& logits, int64_t* out);

@@ -222,13 +222,19 @@ NormWeights norm_weights(const Tensor& weight, const Tensor& bias, float eps, bo
 }
 
 Activation activation_of(const std::string& name) {
-    constexpr const char* kNames[kNumActivations] = {"silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"};
+    constexpr const char* kNames[kNumActivations] = {"silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2", "xielu"};
     return static_cast<Activation>(index_of(name, "activation", kNames));
+}
+
+Activation gate_of(const std::string& name) {
+    const Activation activation = activation_of(name);
+    require(activation < kNumGates, "activation " + name + " has parameters, and cannot be a gate");
+    return activation;
 }
 
 Epilogue epilogue_of(const std::string& activation) {
     if (activation == "clamped_swiglu") return kClampedSwiGlu;
-    return activation.empty() ? kPlain : static_cast<Epilogue>(kSiluGate + static_cast<int>(activation_of(activation)));
+    return activation.empty() ? kPlain : static_cast<Epilogue>(kSiluGate + static_cast<int>(gate_of(activation)));
 }
 
 void require_threads(int count) {

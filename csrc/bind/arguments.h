@@ -54,6 +54,7 @@ Weight weight_of(const std::string& format, const Tensor& packed, int64_t output
 NormWeights norm_weights(const Tensor& weight, const Tensor& bias, float eps, bool centred, const char* name,
                          DType dtype, int64_t width);
 Activation activation_of(const std::string& name);
+Activation gate_of(const std::string& name);  // an activation without parameters
 Epilogue epilogue_of(const std::string& activation);  // of the gate; "" for none
 
 void bind_linear(nanobind::module_& m);

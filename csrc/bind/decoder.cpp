@@ -283,9 +283,9 @@ void bind_decoder(nb::module_& m) {
         .def("multiply", &BoundDecoder::add_product, "parts"_a, "source"_a, "target"_a, "gate"_a,
              "columns"_a.none() = nb::none())
         .def("multiply_heads", &BoundDecoder::add_heads, "heads"_a, "source"_a, "target"_a, "kept"_a, "latent"_a.none())
-        .def("activate", &BoundDecoder::add_activation, "place"_a, "activation"_a)
+        .def("activate", &BoundDecoder::add_activation, "place"_a, "activation"_a, "parameters"_a)
         .def("attend", &BoundDecoder::add_attention, "rotation"_a, "query_norm"_a.none(), "key_norm"_a.none(),
-             "sinks"_a.none(), "columns"_a.none() = nb::none())
+             "rotates_first"_a, "sinks"_a.none(), "columns"_a.none() = nb::none())
         .def("scale_by_sigmoid", &BoundDecoder::add_scale_by_sigmoid, "parts"_a, "source"_a, "place"_a)
         .def("mix", &BoundDecoder::add_mixture, "router"_a, "bias"_a.none(), "choice"_a, "gate_up"_a, "down"_a,
              "source"_a, "target"_a, "gate"_a, "inner_columns"_a.none() = nb::none(), "columns"_a.none() = nb::none())

@@ -185,7 +185,7 @@ void py_gated(const Tensor& gate_up, const Tensor& out, const std::string& activ
     const Storage storage = storage_of(gate_up, "gate_up");
     const Matrix in = matrix(gate_up, "gate_up", gate_up.dtype), rows = matrix(out, "out", gate_up.dtype);
     check_shape(gate_up, "gate_up", {rows.rows, rows.width * 2});
-    const Activation of_gates = activation_of(activation);
+    const Activation of_gates = gate_of(activation);
     nb::gil_scoped_release release;
     gated(storage, of_gates, in, rows);
 }

@@ -115,20 +115,25 @@ void DecoderProgram::add_heads(const LinearArguments& heads, const std::string& 
     decoder_.program.emplace_back(std::move(multiply));
 }
 
-void DecoderProgram::add_activation(const std::string& place, const std::string& activation) {
-    const Activate activate{activations_of(place), activation_of(activation)};
+void DecoderProgram::add_activation(const std::string& place, const std::string& activation,
+                                    const std::vector<float>& parameters) {
+    Activate activate{activations_of(place), activation_of(activation), {}};
     contents_.width(activate.place);
+    const std::size_t count = activate.activation == kXielu ? kXieluParameters : 0;
+    require(parameters.size() == count, activation + " must have " + std::to_string(count) + " parameters, got " +
+                                            std::to_string(parameters.size()));
+    std::copy(parameters.begin(), parameters.end(), activate.parameters.begin());
     decoder_.program.emplace_back(activate);
 }
 
 void DecoderProgram::add_attention(int rotation, const std::optional<NormArguments>& query_norm,
-                                   const std::optional<NormArguments>& key_norm, const nb::object& sinks,
-                                   const ColumnArguments& columns) {
+                                   const std::optional<NormArguments>& key_norm, bool rotates_first,
+                                   const nb::object& sinks, const ColumnArguments& columns) {
     const DecoderShape& s = decoder_.shape;
     contents_.check_width(kQkv, s.qkv_width(), "attention");
     require(!contents_.kept(kQkv), "attention needs every row of qkv");
     require(rotation >= -1, "rotation must be an index or -1, got " + std::to_string(rotation));
-    Attend attend{num_layers_++, rotation, {}, {}, nullptr, columns_of(columns, s.attended_width())};
+    Attend attend{num_layers_++, rotation, {}, {}, rotates_first, nullptr, columns_of(columns, s.attended_width())};
     if (!sinks.is_none()) attend.sinks = floats(sinks, "sinks", s.num_heads);
     if (query_norm) attend.query_norm = norm_of(*query_norm, "query_norm", s.key_dim);
     if (key_norm) attend.key_norm = norm_of(*key_norm, "key_norm", s.key_dim);

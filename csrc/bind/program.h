@@ -75,11 +75,11 @@ class DecoderProgram {
     // heads: the product of each.
     void add_heads(const LinearArguments& heads, const std::string& source, const std::string& target, int64_t kept,
                    const std::optional<std::string>& latent);
-    void add_activation(const std::string& place, const std::string& activation);
+    void add_activation(const std::string& place, const std::string& activation, const std::vector<float>& parameters);
     // `rotation`: index of the step's rotations, or -1.
     void add_attention(int rotation, const std::optional<NormArguments>& query_norm,
-                       const std::optional<NormArguments>& key_norm, const nanobind::object& sinks,
-                       const ColumnArguments& columns);
+                       const std::optional<NormArguments>& key_norm, bool rotates_first,
+                       const nanobind::object& sinks, const ColumnArguments& columns);
     void add_scale_by_sigmoid(const LinearArguments& parts, const std::string& source, const std::string& place);
     // gate_up and down: the products of each expert.
     void add_mixture(const LinearArguments& router, const nanobind::object& bias, const ChoiceArguments& choice,

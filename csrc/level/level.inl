@@ -30,9 +30,9 @@ static_assert(kGemmRows <= kMostInterleavedRows);
     {normalise<x, others, kRmsNorm>, normalise<x, others, kRmsNormRoundedOnce>,        \
      normalise<x, others, kLayerNorm>, normalise<x, others, kNoNorm>}
 // In the order of Activation.
-#define OCTAVO_ACTIVATIONS(kernel, storage)                                                               \
-    {kernel<storage, kSilu>, kernel<storage, kGeluTanh>, kernel<storage, kGelu>, kernel<storage, kRelu>, \
-     kernel<storage, kRelu2>}
+#define OCTAVO_GATES(kernel, storage)                                                                    \
+    kernel<storage, kSilu>, kernel<storage, kGeluTanh>, kernel<storage, kGelu>, kernel<storage, kRelu>, \
+        kernel<storage, kRelu2>
 
 constexpr Kernels kTable = {
     .name = OCTAVO_NAME,
@@ -42,8 +42,9 @@ constexpr Kernels kTable = {
     .bound_keys = {bound_keys<kBf16>, bound_keys<kF32>},
     .score_bounds = {score_bounds<kBf16>, score_bounds<kF32>},
     .normalise = {{OCTAVO_NORMS(kBf16, kBf16), {}}, {OCTAVO_NORMS(kF32, kBf16), OCTAVO_NORMS(kF32, kF32)}},
-    .gated = {OCTAVO_ACTIVATIONS(gated, kBf16), OCTAVO_ACTIVATIONS(gated, kF32)},
-    .activate = {OCTAVO_ACTIVATIONS(activate, kBf16), OCTAVO_ACTIVATIONS(activate, kF32)},
+    .gated = {{OCTAVO_GATES(gated, kBf16)}, {OCTAVO_GATES(gated, kF32)}},
+    .activate = {{OCTAVO_GATES(activate, kBf16), activate<kBf16, kXielu>},
+                 {OCTAVO_GATES(activate, kF32), activate<kF32, kXielu>}},
     .add = {{add<kBf16, kBf16>, nullptr}, {add<kF32, kBf16>, add<kF32, kF32>}},
     .scale = {scale<kBf16>, scale<kF32>},
     .weighted_sum = {weighted_sum<kBf16>, weighted_sum<kF32>},

@@ -32,13 +32,18 @@ template <class T> inline void rotate(T* head, const float* cos, const float* si
     }
 }
 
-// Normalises and rotates a token's queries in place.
-template <Storage S> void rope_queries(const RopeTask& task, Element<S>* row, int64_t position) {
+// Normalises and rotates a head of a query or a key in place.
+template <Storage S>
+void rope_head(const RopeTask& task, const NormWeights& norm, Element<S>* head, int64_t position) {
     const int64_t angles = position * (task.rotary_dim / 2);
-    for (int head = 0; head < task.num_heads; ++head, row += task.key_dim) {
-        normalise_head<S>(reinterpret_cast<char*>(row), task.query_norm, task.key_dim);
-        rotate(row, task.cos + angles, task.sin + angles, task.rotary_dim);
-    }
+    if (!task.rotates_first) normalise_head<S>(reinterpret_cast<char*>(head), norm, task.key_dim);
+    rotate(head, task.cos + angles, task.sin + angles, task.rotary_dim);
+    if (task.rotates_first) normalise_head<S>(reinterpret_cast<char*>(head), norm, task.key_dim);
+}
+
+template <Storage S> void rope_queries(const RopeTask& task, Element<S>* row, int64_t position) {
+    for (int head = 0; head < task.num_heads; ++head, row += task.key_dim)
+        rope_head<S>(task, task.query_norm, row, position);
 }
 
 template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, int64_t token_end) {
@@ -53,9 +58,6 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
             for (int unit = 0; unit < kv.key_units; ++unit)
                 prefetch_for_write(kv.key + block * kv.key_block_stride + head * kv.key_head_stride +
                                    (int64_t{unit} * kv.block_size + offset) * 4);
-        const int half = task.rotary_dim / 2;
-        const int64_t angles = half ? task.positions[token] * half : 0;
-        const float *cos = task.cos + angles, *sin = task.sin + angles;
         const int64_t query_width = int64_t{task.num_heads} * task.key_dim;
         if (task.sink_queries && task.sink_positions[token] != task.positions[token]) {
             T* again = reinterpret_cast<T*>(task.sink_queries + token * task.sink_stride);
@@ -65,8 +67,7 @@ template <Storage S> void rope_write(const RopeTask& task, int64_t token_begin, 
         rope_queries<S>(task, row, task.positions[token]);
         row += query_width;
         for (int head = 0; head < kv.kv_heads; ++head, row += task.key_dim) {
-            normalise_head<S>(as_bytes(row), task.key_norm, task.key_dim);
-            rotate(row, cos, sin, task.rotary_dim);
+            rope_head<S>(task, task.key_norm, row, task.positions[token]);
             if (kv.coded()) {
                 write_coded_key(kv, row, task.key_dim, block, head, offset);
                 if (task.copies) write_coded_key(*task.copies, row, task.key_dim, copies_block, head, offset);

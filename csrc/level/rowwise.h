@@ -117,10 +117,23 @@ void gated(const char* gate_bytes, const char* up_bytes, char* out_bytes, int64_
     }
 }
 
-template <Storage S, Activation A> void activate(char* bytes, int64_t width) {
+// alpha_p x^2 + beta x of positive x, alpha_n (e^x - 1 - x) + beta x of others (Huang & Schlag 2024, arXiv:2411.13010).
+inline F16 xielu(F16 x, const float* parameters) {
+    const F16 above = max(F16::zero(), x), below = min(x, F16::zero());
+    const F16 curve = exp2(below * F16::set1(kLog2E)) - F16::set1(1.0f) - below;
+    return fma(F16::set1(parameters[0]) * above, above,
+               fma(F16::set1(parameters[1]), curve, F16::set1(parameters[2]) * x));
+}
+
+template <Storage S, Activation A> void activate(char* bytes, const float* parameters, int64_t width) {
     auto* x = reinterpret_cast<Element<S>*>(bytes);
-    for (int64_t i = 0; i < width; i += 16)
-        store_partial(activate<A>(load_partial(x + i, width - i)), x + i, width - i);
+    for (int64_t i = 0; i < width; i += 16) {
+        const F16 v = load_partial(x + i, width - i);
+        if constexpr (A == kXielu)
+            store_partial(xielu(v, parameters), x + i, width - i);
+        else
+            store_partial(activate<A>(v), x + i, width - i);
+    }
 }
 
 template <Storage X, Storage S> void add(char* x_bytes, const char* y_bytes, int64_t width) {

@@ -115,8 +115,10 @@ inline LayerKV plain_layer(const char* key, const char* value, int64_t blocks, i
 inline double rounding(Storage storage) { return storage == kBf16 ? 0x1p-8 : 0x1p-23; }
 
 // The textbook's activation.
-inline double activated(Activation activation, double x) {
+inline double activated(Activation activation, double x, const float* parameters = nullptr) {
     switch (activation) {
+        case kXielu:
+            return (x > 0 ? parameters[0] * x * x : parameters[1] * (std::expm1(x) - x)) + parameters[2] * x;
         case kSilu: return x < -700 ? 0 : x / (1 + std::exp(-x));
         case kGeluTanh: return 0.5 * x * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)));
         case kGelu: return 0.5 * x * std::erfc(-x * 0.7071067811865476);

@@ -31,7 +31,7 @@ class Model {
                           {matrix(format, kv_heads * key_dim, kHiddenWidth), nullptr},
                           {matrix(format, kv_heads * value_dim, kHiddenWidth), vector(kv_heads * value_dim, 0.0f)}}},
                         kHidden, kQkv);
-            Attend attend{static_cast<std::size_t>(index), index == 1 ? -1 : 0, {}, {}};
+            Attend attend{static_cast<std::size_t>(index), index == 1 ? -1 : 0, {}, {}, random_bool()};
             if (index == 1) attend.query_norm = norm(key_dim), attend.key_norm = norm(key_dim);
             if (index == 2) add_norm(kQkv, kQkv, heads * key_dim, kv_heads * key_dim);
             decoder.program.emplace_back(attend);
@@ -45,10 +45,10 @@ class Model {
                 decoder.program.emplace_back(Add{kResidual, kBranch});
             else
                 add_norm(kResidual, kHidden, 0, kHiddenWidth, kHidden);
-            const auto activation = static_cast<Activation>(random_int(0, kNumActivations - 1));
+            const auto activation = static_cast<Activation>(random_int(0, gated ? kNumGates - 1 : kNumActivations - 1));
             add_product({{{matrix(format, (gated ? 2 : 1) * kInnerWidth, kHiddenWidth), nullptr}}}, kHidden, kInner,
                         gated ? static_cast<Epilogue>(kSiluGate + activation) : kPlain);
-            if (!gated) decoder.program.emplace_back(Activate{kInner, activation});
+            if (!gated) decoder.program.emplace_back(Activate{kInner, activation, {0.8f, 0.9f, 0.5f}});
             add_product({{{matrix(format, kHiddenWidth, kInnerWidth), nullptr}}}, kInner, kHidden);
             if (norms_after) add_norm(kHidden, kHidden);
             decoder.program.emplace_back(Add{kResidual, kHidden});

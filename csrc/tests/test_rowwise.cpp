@@ -82,10 +82,11 @@ TEST(activations_sums_and_factors_agree_with_float64) {
         const int64_t rows = random_int(0, 20), width = random_int(1, 300);
         set_num_threads(random_int(1, 4));
         const Rows x(storage, rows, width), y(of_y, rows, width), capped(kF32, rows, width);
+        const float parameters[kXieluParameters] = {0.8f, 0.9f, 0.5f};
         std::vector<double> expected;
         for (int64_t at = 0; at < rows * width; ++at)
-            expected.push_back(activated(activation, x.at(at / width, at % width)));
-        activate(storage, activation, x.matrix());
+            expected.push_back(activated(activation, x.at(at / width, at % width), parameters));
+        activate(storage, activation, parameters, x.matrix());
         for (int64_t at = 0; at < rows * width; ++at)
             CHECK_NEAR(x.at(at / width, at % width), expected[at],
                        std::abs(expected[at]) * (rounding(storage) + 1e-5) + 1e-6, "an activation");
@@ -107,7 +108,7 @@ TEST(activations_sums_and_factors_agree_with_float64) {
 TEST(gates_agree_with_float64) {
     for (int i = cases(40); i > 0; --i) {
         const Storage storage = static_cast<Storage>(random_int(0, 1));
-        const auto activation = static_cast<Activation>(random_int(0, kNumActivations - 1));
+        const auto activation = static_cast<Activation>(random_int(0, kNumGates - 1));
         const int64_t rows = random_int(0, 40), width = random_int(1, 300);
         set_num_threads(random_int(1, 4));
         Rows in(storage, rows, 2 * width);

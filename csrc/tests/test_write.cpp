@@ -64,6 +64,7 @@ TEST(rotation_writes_keys_and_values_to_their_slots) {
         if (norms) {
             task.query_norm = {kRmsNorm, query_norm.data(), nullptr, 1e-5f};
             task.key_norm = {kRmsNorm, key_norm.data(), nullptr, 1e-5f};
+            task.rotates_first = random_bool();
         }
         rope_write(storage, task, tokens);
         for (int token = 0; token < tokens; ++token) {
@@ -71,25 +72,33 @@ TEST(rotation_writes_keys_and_values_to_their_slots) {
             const int offset = static_cast<int>(slots[token] % block_size);
             const auto old = [&](int column) { return load(before.data() + token * stride, column, storage); };
             for (int head = 0; head < heads + kv_heads; ++head) {
-                std::vector<double> x(key_dim), stored;
-                double squares = 0;
-                for (int d = 0; d < key_dim; ++d) squares += std::pow(x[d] = old(head * key_dim + d), 2);
-                for (int d = 0; norms && d < key_dim; ++d)
-                    x[d] *= load((head < heads ? query_norm : key_norm).data(), d, storage) /
-                            std::sqrt(squares / key_dim + 1e-5);
+                std::vector<double> x(key_dim), size(key_dim), stored;
+                for (int d = 0; d < key_dim; ++d) size[d] = std::abs(x[d] = old(head * key_dim + d));
+                const auto normalise = [&] {
+                    double squares = 0;
+                    for (const double each : x) squares += each * each;
+                    for (int d = 0; d < key_dim; ++d) {
+                        const double factor = load((head < heads ? query_norm : key_norm).data(), d, storage) /
+                                              std::sqrt(squares / key_dim + 1e-5);
+                        x[d] *= factor;
+                        size[d] *= std::abs(factor);
+                    }
+                };
+                if (norms && !task.rotates_first) normalise();
+                for (int d = 0; d < half; ++d) {
+                    const int64_t angle = positions[token] * half + d;
+                    const double c = cos.as<float>()[angle], s = sin.as<float>()[angle], a = x[d], b = x[half + d];
+                    x[d] = a * c - b * s;
+                    x[half + d] = b * c + a * s;
+                    size[d] = std::abs(a * c) + std::abs(b * s);
+                    size[half + d] = std::abs(b * c) + std::abs(a * s);
+                }
+                if (norms && task.rotates_first) normalise();
                 if (head >= heads) stored = keys.decode(block, head - heads, offset);
                 for (int d = 0; d < key_dim; ++d) {
-                    const int other = d < half ? d + half : d - half;
-                    double expected = x[d], size = std::abs(expected);
-                    if (d < rotary) {
-                        const int64_t angle = positions[token] * half + d % half;
-                        const double c = cos.as<float>()[angle], s = sin.as<float>()[angle] * (d < half ? -1 : 1);
-                        expected = x[d] * c + x[other] * s;
-                        size = std::abs(x[d] * c) + std::abs(x[other] * s);
-                    }
                     const float got = load(qkv.data() + token * stride, head * key_dim + d, storage);
                     CHECK(head < heads || stored[d] == got);
-                    CHECK_NEAR(got, expected, size * (4 * rounding(storage) + 1e-6), "a rotated dimension");
+                    CHECK_NEAR(got, x[d], size[d] * (4 * rounding(storage) + 1e-6), "a rotated dimension");
                 }
             }
             for (int head = 0; head < kv_heads; ++head)

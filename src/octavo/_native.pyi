@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -140,12 +140,13 @@ class Decoder:
         self, parts: list[_Part], source: str, target: str, gate: str, columns: _Columns | None = None
     ) -> None: ...
     def multiply_heads(self, heads: list[_Part], source: str, target: str, kept: int, latent: str | None) -> None: ...
-    def activate(self, place: str, activation: str) -> None: ...
+    def activate(self, place: str, activation: str, parameters: Sequence[float]) -> None: ...
     def attend(
         self,
         rotation: int,
         query_norm: _Norm | None,
         key_norm: _Norm | None,
+        rotates_first: bool,
         sinks: Tensor | None,
         columns: _Columns | None = None,
     ) -> None: ...

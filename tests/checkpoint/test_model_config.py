@@ -21,7 +21,7 @@ from octavo.checkpoint.hf_config import read_hf_config
 from octavo.checkpoint.model_config import NATIVE_ACTIVATIONS, ModelConfig, RopeConfig
 from octavo.checkpoint.model_source import ModelFormat, load_model_config, resolve_model
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from octavo.models.ops import ACTIVATIONS, GATES
+from octavo.models.ops import ACTIVATIONS, GATES, LEARNT_ACTIVATIONS
 from tests.models import tiny
 
 LLAMA = {
@@ -171,7 +171,7 @@ def test_what_the_native_decoder_cannot_run_goes_through_transformers_and_says_w
 
 
 def test_every_activation_called_native_has_an_implementation() -> None:
-    assert set(NATIVE_ACTIVATIONS) <= {*ACTIVATIONS, *GATES}
+    assert set(NATIVE_ACTIVATIONS) <= {*ACTIVATIONS, *GATES, *LEARNT_ACTIVATIONS}
 
 
 def test_llama_biases_are_read_apart(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from octavo.checkpoint.tensor_names import TensorNames
 from octavo.errors import UnsupportedModelError
 
 NATIVE_ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
-NATIVE_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "clamped_swiglu")
+NATIVE_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "xielu", "clamped_swiglu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class LayerDescription:
         parallel: attention and MLP read the same residual, and both are added to it; if it is "one norm", they share
             the norm of it, if "two norms", each has its own.
         qk_norm: "head": each head of queries and keys is normalised before it rotates; "projection": all heads at once.
+        rotates_first: whether a "head" is normalised after it has rotated (Hunyuan).
         sinks: whether each head has a learnt logit that its softmax adds to those of the tokens (gpt-oss).
         gated: the MLP is down(activation(gate) * up); if not, down(activation(up)).
     """
@@ -42,6 +43,7 @@ class LayerDescription:
     norms_after: bool = False
     parallel: Literal["one norm", "two norms"] | None = None
     qk_norm: Literal["head", "projection", "none"] = "none"
+    rotates_first: bool = False
     sinks: bool = False
     gated: bool = True
 

@@ -35,6 +35,7 @@ _IN_A_LAYER = (
     ("up", "mlp.up_proj", "ffn_up"),
     ("gate_up", "mlp.gate_up_proj", "ffn_up"),
     ("down", "mlp.down_proj", "ffn_down"),
+    ("activation", "mlp.act_fn", "xielu"),
     ("sinks", "self_attn.sinks", "attn_sinks"),
     ("router", "mlp.gate", "ffn_gate_inp"),
     ("router_correction", "mlp.gate.e_score_correction", "exp_probs_b"),

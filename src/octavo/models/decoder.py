@@ -16,7 +16,7 @@ from octavo.kernels import PackedWeight
 from octavo.kvcache.spec import LayerKVSpec
 from octavo.models.base import CausalLM, LaterRows
 from octavo.models.linear import LinearFactory, make_linear
-from octavo.models.ops import ACTIVATIONS, GATES, Heads, LayerOps, NormWeights
+from octavo.models.ops import ACTIVATIONS, GATES, LEARNT_ACTIVATIONS, Heads, LayerOps, NormWeights
 from octavo.models.program import (
     Activate,
     Add,
@@ -65,7 +65,7 @@ class Decoder(CausalLM):
         ops: LayerOps | None = None,
         linear: LinearFactory = make_linear,
     ) -> None:
-        if config.hidden_act not in (*ACTIVATIONS, *GATES):
+        if config.hidden_act not in (*ACTIVATIONS, *GATES, *LEARNT_ACTIVATIONS):
             raise UnsupportedModelError(
                 f"{config.architecture}: activation {config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}"
             )
@@ -158,8 +158,8 @@ class Decoder(CausalLM):
                     registers[target] = ops.gate(linear(registers[source]), gate)
                 case MultiplyHeads():
                     registers[instruction.target] = _multiply_heads(instruction, registers)
-                case Activate(place, activation):
-                    registers[place] = ops.activate(registers[place], activation)
+                case Activate(place, activation, parameters):
+                    registers[place] = ops.activate(registers[place], activation, parameters)
                 case Attend():
                     rotation = rotations[instruction.rope] if instruction.rope else Rotation.none(batch.positions)
                     cache = kv[instruction.layer]

@@ -278,13 +278,15 @@ class NativeDecoder(Decoder):
                     ungathered = target if columns else ""
                 case MultiplyHeads(heads, source, target, kept, latent):
                     native.multiply_heads([native_parts(head)[0] for head in heads], source, target, kept, latent)
-                case Activate(place, activation):
-                    native.activate(place, activation)
+                case Activate(place, activation, parameters):
+                    native.activate(place, activation, parameters)
                 case Attend(_, rope, qk_norm, sinks):
                     norms = (qk_norm.query, qk_norm.key) if qk_norm else ()
                     query_norm, key_norm = map(_norm_arguments, norms) if norms else (None, None)
+                    first = qk_norm is not None and qk_norm.rotates_first
                     columns = self.share.attended if self._rank else None
-                    native.attend(-1 if rope is None else rotations.index(rope), query_norm, key_norm, sinks, columns)
+                    rotation = -1 if rope is None else rotations.index(rope)
+                    native.attend(rotation, query_norm, key_norm, first, sinks, columns)
                     ungathered = Register.ATTENDED if columns else ""
                 case ScaleBySigmoid(linear, source, place):
                     native.scale_by_sigmoid(native_parts(linear), source, place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,17 @@ def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"clamped_swiglu": _clamped_swiglu}
 
 
+def _xielu(x: torch.Tensor, alpha_p: float, alpha_n: float, beta: float) -> torch.Tensor:
+    """Huang & Schlag 2024 (arXiv:2411.13010)."""
+    x, dtype = x.float(), x.dtype
+    below = x.clamp(max=0.0)
+    return (alpha_p * x.clamp(min=0.0).square() + alpha_n * (below.expm1() - below) + beta * x).to(dtype)
+
+
+# Activations with parameters, which are not gates.
+LEARNT_ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {"xielu": _xielu}
+
+
 @dataclass(frozen=True, slots=True)
 class Heads:
     """The layout of a fused projection: | num_heads * key_dim | kv_heads * key_dim | kv_heads * value_dim |."""
@@ -56,10 +67,11 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """The norms over [key_dim] of each query and key head (Qwen 3)."""
+    """The norms over [key_dim] of each query and key head, before it rotates (Qwen 3) or after (Hunyuan)."""
 
     query: NormWeights
     key: NormWeights
+    rotates_first: bool = False
 
 
 class LayerOps:
@@ -114,9 +126,16 @@ class LayerOps:
     def rotate_queries(self, qkv: torch.Tensor, heads: Heads, norm: QKNorm | None, rotation: Rotation) -> torch.Tensor:
         """Return the queries of qkv [tokens, …], normalised and rotated, [tokens, num_heads, key_dim]."""
         query = qkv[:, : heads.num_heads * heads.key_dim].view(-1, heads.num_heads, heads.key_dim)
-        if norm is not None:
-            query = self.norm(query.reshape(-1, heads.key_dim), norm.query).view(query.shape)
-        return self.rotate(query, rotation.token_cos, rotation.token_sin)
+        return self._rope(query, rotation, None if norm is None else (norm.query, norm.rotates_first))
+
+    def _rope(self, heads: torch.Tensor, rotation: Rotation, norm: tuple[NormWeights, bool] | None) -> torch.Tensor:
+        """Return rotated heads [tokens, num_heads, key_dim], with a norm before the rotation or (True) after it."""
+        weights, rotates_first = norm or (None, True)
+        if rotates_first:
+            heads = self.rotate(heads, rotation.token_cos, rotation.token_sin)
+        if weights is not None:
+            heads = self.norm(heads.reshape(-1, heads.shape[-1]), weights).view(heads.shape)
+        return heads if rotates_first else self.rotate(heads, rotation.token_cos, rotation.token_sin)
 
     def rotate_and_store(
         self,
@@ -135,17 +154,15 @@ class LayerOps:
         """
         widths = [heads.num_heads * heads.key_dim, heads.kv_heads * heads.key_dim, heads.kv_heads * heads.value_dim]
         _, key, value = torch.split(qkv, widths, dim=-1)
-        key = key.view(-1, heads.kv_heads, heads.key_dim)
-        if norm is not None:
-            key = self.norm(key.reshape(-1, heads.key_dim), norm.key).view(key.shape)
         query = self.rotate_queries(qkv, heads, norm, rotation)
-        key = self.rotate(key, rotation.token_cos, rotation.token_sin)
+        key = key.view(-1, heads.kv_heads, heads.key_dim)
+        key = self._rope(key, rotation, None if norm is None else (norm.key, norm.rotates_first))
         attention.write(kv, key, value.view(-1, heads.kv_heads, heads.value_dim), batch)
         return query
 
-    def activate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """Return activation(x); see `ACTIVATIONS`."""
-        return ACTIVATIONS[activation](x)
+    def activate(self, x: torch.Tensor, activation: str, parameters: Sequence[float]) -> torch.Tensor:
+        """Return activation(x); see `ACTIVATIONS`, and with parameters `LEARNT_ACTIVATIONS`."""
+        return LEARNT_ACTIVATIONS[activation](x, *parameters) if parameters else ACTIVATIONS[activation](x)
 
     def choose_experts(
         self, scores: torch.Tensor, bias: torch.Tensor | None, choice: ExpertsConfig
@@ -157,6 +174,8 @@ class LayerOps:
         """
         if choice.scoring == "sigmoid":
             scores = scores.sigmoid()
+        elif choice.corrected:
+            scores = scores.softmax(dim=-1)
         ranked = scores if bias is None else scores + bias
         if not choice.corrected:
             scores = ranked
@@ -167,7 +186,7 @@ class LayerOps:
             ranked = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
         chosen = ranked.topk(choice.active, dim=-1).indices
         weights = scores.gather(-1, chosen)
-        if choice.scoring == "softmax":
+        if choice.scoring == "softmax" and not choice.corrected:
             weights = (weights if choice.normalised else scores).softmax(dim=-1)
             weights = weights if choice.normalised else weights.gather(-1, chosen)
         elif choice.normalised:

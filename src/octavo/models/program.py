@@ -90,10 +90,11 @@ class MultiplyHeads:
 
 @dataclass(frozen=True, slots=True)
 class Activate:
-    """place = activation(place)."""
+    """place = activation(place), with what it has learnt: | alpha_p, alpha_n, beta | of xIELU."""
 
     place: Register
     activation: str
+    parameters: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +198,8 @@ class _Writer:
         widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
         qk_norm = None
         if config.layer.qk_norm == "head":
-            norms = [reader.norm(part, layer, config.head_dim) for part in ("q_norm", "k_norm")]
-            qk_norm = QKNorm(*norms)
+            query, key = (reader.norm(part, layer, config.head_dim) for part in ("q_norm", "k_norm"))
+            qk_norm = QKNorm(query, key, config.layer.rotates_first)
         elif config.layer.qk_norm == "projection":
             yield Norm(Register.QKV, Register.QKV, reader.norm("q_norm", layer, widths[0]))
             yield Norm(Register.QKV, Register.QKV, reader.norm("k_norm", layer, widths[1]), first=widths[0])
@@ -237,7 +238,7 @@ class _Writer:
             yield Multiply(reader.gate_up(layer), Register.HIDDEN, Register.INNER, config.hidden_act)
         else:
             yield Multiply(reader.up(layer), Register.HIDDEN, Register.INNER)
-            yield Activate(Register.INNER, config.hidden_act)
+            yield Activate(Register.INNER, config.hidden_act, reader.activation_parameters(layer))
         yield Multiply(reader.down(layer), Register.INNER, Register.HIDDEN)
         yield from self._finish("mlp_post_norm", layer, Register.HIDDEN)
 

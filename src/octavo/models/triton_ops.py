@@ -38,7 +38,9 @@ class TritonLayerOps(LayerOps):
         batch: AttentionBatch,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        plain = norm is None or (norm.query.weight.dtype is qkv.dtype and not norm.query.centred)
+        plain = norm is None or not (
+            norm.rotates_first or norm.query.centred or norm.query.weight.dtype is not qkv.dtype
+        )
         if not isinstance(attention, TritonAttention) or not plain or rotation.cos.shape[1] == 0:
             return super().rotate_and_store(qkv, heads, norm, rotation, kv, batch, attention)
         new = store.NewHeads(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 import torch
+from torch.nn import functional
 
 from octavo.checkpoint.model_config import ExpertsConfig, LatentConfig, ModelConfig
 from octavo.errors import CorruptModelError
@@ -133,6 +134,16 @@ class WeightReader:
         config = self._config
         name = config.names.hf("up", layer)
         return self.linear([name], [config.intermediate_size], config.hidden_size, bias=config.mlp_bias)
+
+    def activation_parameters(self, layer: int) -> tuple[float, ...]:
+        """Return what a layer's activation has learnt, see `Activate`."""
+        config, stem = self._config, self._config.names.hf("activation", layer)
+        if config.hidden_act != "xielu":
+            return ()
+        # Stored before a softplus that keeps them positive.
+        alpha_p, alpha_n = (self.get(f"{stem}.{part}", 1, dtype=torch.float32) for part in ("alpha_p", "alpha_n"))
+        beta = self.get(f"{stem}.beta", dtype=torch.float32).item()
+        return functional.softplus(alpha_p).item(), functional.softplus(alpha_n).item() + beta, beta
 
     def down(self, layer: int) -> Linear:
         config = self._config
