@@ -17,14 +17,12 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as GGMLType
 
 from octavo.checkpoint.gguf_config import tensor_names
-from octavo.checkpoint.gguf_file import GGUFFile
+from octavo.checkpoint.gguf_file import KERNEL_TYPE_NAMES, GGUFFile
 
 Bytes = npt.NDArray[np.uint8]
 
 FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-_KERNEL_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-_WITH_CODEBOOKS = ("IQ4_NL", "IQ4_XS", "MXFP4")
-KERNEL_TYPES = tuple(GGMLType[name] for name in (*_KERNEL_TYPES, *_WITH_CODEBOOKS))
+KERNEL_TYPES = tuple(GGMLType[name] for name in KERNEL_TYPE_NAMES)
 # Of a block whose factors of six bits take a byte each.
 _LOADED_BYTES = {GGMLType.Q3_K: 114, GGMLType.Q4_K: 148, GGMLType.Q5_K: 180, GGMLType.IQ4_XS: 138}
 _VALUES_AT_ONCE = 1 << 18  # 1 MiB of floats, which stays in a core's cache
