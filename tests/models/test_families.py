@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo import kernels
 from octavo.attention.native import NativeAttention
@@ -60,8 +61,8 @@ _SIGMOID_KEYS: dict[str, Any] = {
     "deepseek2.expert_weights_norm": True,
 }
 
-# Fields of the family's configuration, and what llama.cpp's converter writes of them under GGUF's keys; None where the
-# tensors of GGUF files are those of another family.
+# Fields of the family's configuration, and what llama.cpp's converter writes of them under GGUF's keys; None where it
+# writes no GGUF files.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "Llama": ({}, {}),
     "Mistral": ({"sliding_window": 9}, {"llama.attention.sliding_window": 9}),
@@ -70,7 +71,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
             "head_dim": 32,
             "rope_parameters": _YARN | {"original_max_position_embeddings": 256, "llama_4_scaling_beta": 0.1},
         },
-        None,
+        {"mistral3.attention.temperature_scale": 0.1, "mistral3.rope.scaling.yarn_log_multiplier": 1.0},
     ),
     "Qwen2": ({}, {}),
     "Qwen3": ({"head_dim": 32}, {}),
@@ -116,22 +117,30 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
             "num_local_experts": 0,
             "shared_intermediate_size": 96,
             "layer_types": ["attention", "attention"],
-            "position_embedding_type": "rope",
             "mamba_n_heads": 4,
         },
-        None,
+        {"granite.attention.scale": 0.3, "granite.logit_scale": 4.0, "granite.rope.scaling.finetuned": False},
     ),
     "SmolLM3": ({"num_hidden_layers": 5}, {}),
     "Ernie4_5": ({"head_dim": 32}, {}),
+    "HunYuanDenseV1": (
+        {
+            "head_dim": 32,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+        },
+        {"hunyuan-dense.rope.freq_base": 10000.0 * 50.0 ** (32 / 30)},
+    ),
+    "Helium": ({"head_dim": 16, "attention_bias": True}, None),
     "SeedOss": ({"head_dim": 32}, {}),
     "Exaone4": ({"sliding_window": 7, "num_hidden_layers": 5}, {"exaone4.attention.sliding_window": 7}),
     "Arcee": ({}, {}),
+    "Apertus": ({}, None),
     "Nemotron": ({}, {"nemotron.rope.dimension_count": 8}),
     "StableLm": (
         {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
         {"stablelm.rope.dimension_count": 8, "stablelm.use_parallel_residual": False},
     ),
-    "Glm": ({"head_dim": 16}, None),
+    "Glm": ({"head_dim": 16}, {"chatglm.rope.dimension_count": 8}),
     "Glm4": ({"head_dim": 16, "attention_bias": True}, {"glm4.rope.dimension_count": 8}),
     "Cohere": ({}, {"command-r.logit_scale": 0.0625}),
     "Cohere2": (
@@ -159,6 +168,25 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "Qwen3Moe": (
         {"num_experts": 12, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
         {"qwen3moe.expert_count": 12, "qwen3moe.expert_used_count": 8},
+    ),
+    "HunYuanMoEV1": (
+        {"head_dim": 32, "num_experts": 6, "moe_topk": 3},
+        {"hunyuan-moe.expert_count": 6, "hunyuan-moe.expert_used_count": 3},
+    ),
+    "Ernie4_5_Moe": (
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "initializer_range": 0.2,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
+        },
+        {
+            "ernie4_5-moe.expert_count": 6,
+            "ernie4_5-moe.expert_used_count": 3,
+            "ernie4_5-moe.leading_dense_block_count": 1,
+        },
     ),
     "Olmoe": ({"num_experts": 12}, {"olmoe.expert_count": 12, "olmoe.expert_used_count": 8}),
     "GptOss": (
@@ -268,7 +296,10 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 32, "sliding_window": 7, "num_hidden_layers": 7},
         _VISION | {"model_type": "siglip_vision_model"},
     ),
-    "InternVL": ({"model_type": "qwen3", "head_dim": 32}, _VISION | {"model_type": "internvl_vision"}),
+    "InternVL": (
+        {"model_type": "qwen3_moe", "head_dim": 32, "num_experts": 12, "moe_intermediate_size": 32},
+        _VISION | {"model_type": "internvl_vision"},
+    ),
     "Llava": ({"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}),
     "LlavaOnevision": ({"model_type": "qwen2"}, _VISION | {"model_type": "siglip_vision_model"}),
     "Mistral3": ({"model_type": "mistral", "sliding_window": 9}, _VISION | {"model_type": "pixtral"}),
@@ -279,6 +310,10 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2_5_VL": ({"rope_parameters": _THREE_POSITIONS}, _QWEN_VISION),
     "Qwen3VL": (
         {"head_dim": 16, "rope_parameters": _THREE_POSITIONS},
+        _QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    ),
+    "Qwen3VLMoe": (
+        {"num_experts": 12, "moe_intermediate_size": 48, "head_dim": 16, "rope_parameters": _THREE_POSITIONS},
         _QWEN_VISION | {"deepstack_visual_indexes": [0]},
     ),
 }
@@ -297,6 +332,9 @@ KNOWN_AS = {
     "Glm": "GLM 4 9B (2024)",
     "Glm4": "GLM 4",
     "Ernie4_5": "ERNIE 4.5 (dense)",
+    "Ernie4_5_Moe": "ERNIE 4.5 (mixtures of experts)",
+    "HunYuanDenseV1": "Hunyuan (dense)",
+    "HunYuanMoEV1": "Hunyuan (mixtures of experts)",
     "SeedOss": "Seed-OSS",
     "Exaone4": "EXAONE 4",
     "Arcee": "Arcee AFM",
@@ -334,7 +372,7 @@ def table() -> str:
     ]
     for family in sorted(FAMILIES, key=lambda family: KNOWN_AS.get(family, family).lower()):
         native = NATIVE_ARCHITECTURES[f"{family}ForCausalLM"]
-        gpu = "Triton" if native.layer.norm == "rms" else "Triton, norms in torch"
+        gpu = "Triton" if native.layer.norm == "rms" and not native.layer.rotates_first else "Triton, norms in torch"
         gpu = "through transformers" if native.experts else gpu
         cells = [
             KNOWN_AS.get(family, family),
@@ -415,7 +453,11 @@ def test_the_text_model_of_one_that_reads_images_runs_natively(name: str, tmp_pa
     text, vision = WRAPPERS[name]
     model = make_wrapper(name, text, vision)
     model.save_pretrained(tmp_path)
-    source = resolve_model(str(tmp_path))
+    _assert_native_logits(tmp_path, model)
+
+
+def _assert_native_logits(folder: Path, model: Any) -> None:
+    source = resolve_model(str(folder))
     config = load_model_config(source)
     assert config.runs_natively
     ours = make_decoder(config, open_weights(source, config), dtype=torch.float32, device=torch.device("cpu"))
@@ -424,8 +466,20 @@ def test_the_text_model_of_one_that_reads_images_runs_natively(name: str, tmp_pa
     assert_same_logits(logits, whole_logits(model, sequences))
 
 
+def test_experts_are_read_as_published_folders_have_them(tmp_path: Path) -> None:
+    """Inputs first; transformers saves Qwen3-VL-MoE with outputs first, and reads both."""
+    model = make_wrapper("Qwen3VLMoe", *WRAPPERS["Qwen3VLMoe"])
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, tensor in weights.items():
+        weights[name] = tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    _assert_native_logits(tmp_path, model)
+
+
 @pytest.mark.parametrize(
-    ("family", "architecture"), [("Qwen2", "qwen2vl"), ("Qwen3", "qwen3vl"), ("Qwen3Moe", "qwen3vlmoe")]
+    ("family", "architecture"),
+    [("Qwen2", "qwen2vl"), ("Qwen3", "qwen3vl"), ("Qwen3Moe", "qwen3vlmoe"), ("Granite", "granitehybrid")],
 )
 def test_a_gguf_file_of_a_text_model_has_the_logits_of_its_family(
     family: str, architecture: str, tmp_path: Path

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,17 @@ GGUF_NAMES = {
     "SeedOss": "seed_oss",
     "Cohere": "command-r",
     "MiniMaxM2": "minimax-m2",
+    "Ministral3": "mistral3",
+    "GraniteMoeHybrid": "granite",  # where all layers are attention
+    "Glm": "chatglm",
+    "HunYuanDenseV1": "hunyuan-dense",
+    "HunYuanMoEV1": "hunyuan-moe",
+    "Ernie4_5_Moe": "ernie4_5-moe",
     **dict.fromkeys(("DeepseekV2", "DeepseekV3", "Glm4MoeLite"), "deepseek2"),
 }
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}  # of the families whose name another configuration has
 # Which architectures' rows of q and k llama.cpp's converter reorders for interleaved rotation.
-REORDERED = ("llama", "granite", "granitemoe", "smollm3", "arcee")
+REORDERED = ("llama", "mistral3", "granitehybrid", "granite", "granitemoe", "smollm3", "arcee")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -90,14 +98,13 @@ def make_wrapper(name: str, text: Mapping[str, Any], vision: Mapping[str, Any]) 
 def _randomised(model: Any) -> Any:
     """Return the model with random norms and biases too."""
     with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if "norm" in name:
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if name.endswith("correction_bias"):
+                tensor.normal_(std=0.1)
+            elif "norm" in name:
                 tensor.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 tensor.normal_()
-        for name, tensor in model.named_buffers():
-            if name.endswith("correction_bias"):
-                tensor.normal_(std=0.1)
     return model
 
 
@@ -198,7 +205,8 @@ def write_gguf(
         add[type(value)](key, value)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == stated)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, tensor in _unfused(model.state_dict(), transposed=family == "GptOss").items():
+    state = _unfused(model.state_dict(), transposed=family == "GptOss")
+    for name, tensor in (_with_fused_qkv(state) if stated == "chatglm" else state).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, kind = name.rsplit(".", 1)
@@ -230,16 +238,22 @@ def write_gguf(
 
 def _unfused(tensors: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[str, torch.Tensor]:
     """The tensors of a model with those of experts, [experts, rows, columns], called as each expert's own would be."""
-    unfused = {}
+    unfused: dict[str, torch.Tensor] = {}
     for own_name, tensor in tensors.items():
         name = own_name.replace("block_sparse_moe.router", "mlp.gate").replace("block_sparse_moe", "mlp")
         stem, _, part = name.rpartition(".")
         if part == "sinks":
             name = f"{name}.weight"
         if part == "e_score_correction_bias":
-            name = f"{stem}.e_score_correction.bias"
+            name, tensor = f"{stem.replace('gate.moe', 'moe')}.e_score_correction.bias", tensor.flatten()
+        if stem.endswith("shared_mlp.input_linear"):
+            gate, up = tensor.chunk(2)
+            unfused |= {
+                name.replace("shared_mlp.input_linear", f"mlp.{p}_proj"): t for p, t in (("gate", gate), ("up", up))
+            }
+            continue
         if not stem.endswith("experts"):
-            unfused[name] = tensor
+            unfused[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = tensor
             continue
         ending = ".bias" if part.endswith("_bias") else ".weight"
         if transposed and ending == ".weight":
@@ -250,6 +264,15 @@ def _unfused(tensors: Mapping[str, torch.Tensor], *, transposed: bool) -> dict[s
         else:
             unfused[f"{stem}.down_proj{ending}"] = tensor
     return unfused
+
+
+def _with_fused_qkv(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a model with those of projections to queries, keys and values as one."""
+    fused: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        to = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name)
+        fused[to] = torch.cat((fused[to], tensor)) if to in fused else tensor
+    return fused
 
 
 def load_weights(source: ModelSource, config: ModelConfig) -> dict[str, torch.Tensor]:

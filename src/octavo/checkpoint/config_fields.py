@@ -22,7 +22,10 @@ _ALIASES = {
     "rms_norm_eps": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
     "rope_theta": ("rotary_emb_base",),
     "attention_bias": ("qkv_bias", "use_qkv_bias"),
-    "num_experts": ("num_local_experts", "n_routed_experts"),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("moe_topk", "moe_k"),
+    "n_shared_experts": ("moe_num_shared_experts",),
+    "first_k_dense_replace": ("moe_layer_start_index",),
     "partial_rotary_factor": ("rotary_pct",),
 }
 
@@ -97,4 +100,7 @@ class ConfigFields:
         if parameters["rope_type"] == "mrope":  # a position for each axis of an image, all of which are equal in text
             parameters["rope_type"] = "default"
         parameters.setdefault("rope_theta", self.get("rope_theta", 10000.0))
+        if parameters["rope_type"] == "dynamic" and (alpha := parameters.get("alpha")):  # Hunyuan's, which is static
+            dim = self.get("head_dim") or self.size("hidden_size") // self.size("num_attention_heads")
+            parameters |= {"rope_type": "default", "rope_theta": parameters["rope_theta"] * alpha ** (dim / (dim - 2))}
         return parameters

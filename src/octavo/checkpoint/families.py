@@ -28,6 +28,7 @@ _GRANITE_MOE_NAMES = {
     "expert_down": "block_sparse_moe.output_linear[*]",
 }
 _DEEPSEEK_NAMES = {f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_HUNYUAN_NAMES = {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}
 _GRANITE_SCALARS = {
     "attention_scale": Scalar("attention_multiplier", "attention.scale", default=1.0),
     "embedding_scale": Scalar("embedding_multiplier", "embedding_scale"),
@@ -73,8 +74,9 @@ _GRANITE = NativeArchitecture(
     bias_option="all",
     mlp_bias_option="mlp_bias",
     rotary_interleaved="gguf",
+    unrotated="unstated",
     scalars=_GRANITE_SCALARS,
-    defaults={"bos_token_id": 1, "eos_token_id": 2},
+    defaults={"bos_token_id": 1, "eos_token_id": 2, "position_embedding_type": "rope"},
 )
 _GLM4 = NativeArchitecture(
     model_type="glm4",
@@ -116,6 +118,30 @@ _GLM4_MOE = NativeArchitecture(
         "rms_norm_eps": 1e-5,
     },
 )
+_HUNYUAN = NativeArchitecture(
+    model_type="hunyuan_v1_dense",
+    gguf_name="hunyuan-dense",
+    layer=LayerDescription(qk_norm="head", rotates_first=True),
+    names=TensorNames(_HUNYUAN_NAMES),
+    bias_option="all",
+    defaults={"bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-5},
+)
+_ERNIE = NativeArchitecture(
+    model_type="ernie4_5",
+    gguf_name="ernie4_5",
+    bias_option="all",
+    mlp_bias_option="use_bias",
+    rotary_interleaved="both",
+    defaults={
+        "rope_theta": 500000.0,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+)
 
 NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
     "LlamaForCausalLM": NativeArchitecture(
@@ -135,7 +161,8 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
     ),
     "Ministral3ForCausalLM": NativeArchitecture(
         model_type="ministral3",
-        gguf_name=None,
+        gguf_name="mistral3",
+        rotary_interleaved="gguf",
         windowed="always",
         defaults={
             "sliding_window": None,
@@ -225,7 +252,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         ),
         mlp_width="shared_intermediate_size",
         mlp_bias_option=None,
-        unrotated="unstated",
+        defaults={"bos_token_id": 1, "eos_token_id": 2},
     ),
     "SmolLM3ForCausalLM": NativeArchitecture(
         model_type="smollm3",
@@ -243,20 +270,22 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
             "tie_word_embeddings": True,
         },
     ),
-    "Ernie4_5ForCausalLM": NativeArchitecture(
-        model_type="ernie4_5",
-        gguf_name="ernie4_5",
-        bias_option="all",
-        mlp_bias_option="use_bias",
+    "Ernie4_5ForCausalLM": _ERNIE,
+    "HunYuanDenseV1ForCausalLM": _HUNYUAN,
+    "HeliumForCausalLM": NativeArchitecture(
+        model_type="helium",
+        gguf_name=None,
+        layer=LayerDescription(norm="rms_once"),
+        bias_option="qkv",
+        mlp_bias_option="mlp_bias",
         rotary_interleaved="both",
         defaults={
-            "rope_theta": 500000.0,
-            "num_key_value_heads": 2,
+            "rope_theta": 100000.0,
+            "num_key_value_heads": 20,
             "head_dim": 128,
             "bos_token_id": 1,
             "eos_token_id": 2,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-8,
         },
     ),
     "SeedOssForCausalLM": NativeArchitecture(
@@ -289,6 +318,27 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         rotary_interleaved="gguf",
         defaults={"bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
     ),
+    "ApertusForCausalLM": NativeArchitecture(
+        model_type="apertus",
+        gguf_name=None,
+        layer=LayerDescription(qk_norm="head", gated=False),
+        names=TensorNames({"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}),
+        bias_option="all",
+        defaults={
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12000000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_act": "xielu",
+            "rms_norm_eps": 1e-5,
+        },
+    ),
     "NemotronForCausalLM": NativeArchitecture(
         model_type="nemotron",
         gguf_name="nemotron",
@@ -316,7 +366,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
     "GlmForCausalLM": replace(
         _GLM4,
         model_type="glm",
-        gguf_name=None,
+        gguf_name="chatglm",
         layer=LayerDescription(),
         names=TensorNames(fused=frozenset(("gate_up",))),
         defaults={**_GLM4.defaults, "attention_bias": True, "eos_token_id": [151329, 151336, 151338]},
@@ -443,6 +493,36 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
             "num_key_value_heads": 4,
         },
     ),
+    "HunYuanMoEV1ForCausalLM": replace(
+        _HUNYUAN,
+        model_type="hunyuan_v1_moe",
+        gguf_name="hunyuan-moe",
+        names=TensorNames(
+            {
+                **_HUNYUAN_NAMES,
+                "router": "mlp.gate.wg",
+                **{f"shared_{part}": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+            }
+        ),
+        experts=Experts("intermediate_size", deepseek=True),
+        defaults={**_HUNYUAN.defaults, "num_experts": 1, "num_experts_per_tok": 1},
+    ),
+    "Ernie4_5_MoeForCausalLM": replace(
+        _ERNIE,
+        model_type="ernie4_5_moe",
+        gguf_name="ernie4_5-moe",
+        names=TensorNames(_DEEPSEEK_NAMES | {"router_correction": "mlp.moe_statics.e_score_correction[0]"}),
+        experts=Experts("moe_intermediate_size", corrected=True, deepseek=True),
+        defaults={
+            **{key: value for key, value in _ERNIE.defaults.items() if key != "head_dim"},
+            "num_key_value_heads": 4,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1536,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "OlmoeForCausalLM": NativeArchitecture(
         model_type="olmoe",
         gguf_name="olmoe",
@@ -537,25 +617,69 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
 # Models that read images too, around a text model, which they do not change where a prompt is text.
 _WRAPPERS = frozenset(
     f"{name}ForConditionalGeneration"
-    for name in ("Gemma3", "InternVL", "Llava", "LlavaOnevision", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+    for name in (
+        *(
+            "Gemma3",
+            "InternVL",
+            "Llava",
+            "LlavaOnevision",
+            "Mistral3",
+            "Qwen2VL",
+            "Qwen2_5_VL",
+            "Qwen3VL",
+            "Qwen3VLMoe",
+        ),
+    )
 )
 # The families of their text models, by what `model_type` calls these.
 _TEXT_MODELS = {
+    **{
+        native.model_type: name
+        for name, native in NATIVE_ARCHITECTURES.items()
+        # The model around it does not scale logits, as some families do.
+        if native.names.layers == "model.layers" and not any(scalar.startswith("logits") for scalar in native.scalars)
+    },
     "gemma3_text": "Gemma3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    **dict.fromkeys(("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "Qwen2ForCausalLM"),
-    **dict.fromkeys(("qwen3", "qwen3_vl_text"), "Qwen3ForCausalLM"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), "Qwen2ForCausalLM"),
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
-# The same for GGUF files, which hold the text model alone.
-GGUF_TEXT_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
+# What differs in their checkpoints, by the same `model_type`.
+_TEXT_CHECKPOINTS = {
+    "qwen3_vl_moe_text": replace(
+        NATIVE_ARCHITECTURES["Qwen3MoeForCausalLM"],
+        names=TensorNames(
+            {
+                "expert_gate": "mlp.experts.gate_up_proj[*,:half]",
+                "expert_up": "mlp.experts.gate_up_proj[*,half:]",
+                "expert_down": "mlp.experts.down_proj[*]",
+            }
+        ),
+        experts=Experts("moe_intermediate_size"),
+        defaults={
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "sliding_window": None,
+            "num_key_value_heads": 16,
+            "rope_theta": 500000.0,
+        },
+    ),
+}
+# The same for GGUF files, which hold the text model alone, and for hybrid models that have attention in all layers.
+GGUF_TEXT_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe", "granitehybrid": "granite"}
 
 
 def text_architecture(architecture: str, model_type: object) -> str:
     """Return the architecture of the text model in one that also reads images, by its `model_type`; any other is its
     own."""
     return _TEXT_MODELS.get(str(model_type), architecture) if architecture in _WRAPPERS else architecture
+
+
+def native_architecture(architecture: str, model_type: object) -> NativeArchitecture | None:
+    """Return the row of an architecture, or of the text model in one that also reads images; None if there is none."""
+    own = _TEXT_CHECKPOINTS.get(str(model_type))
+    return own or NATIVE_ARCHITECTURES.get(text_architecture(architecture, model_type))
 
 
 def family_name(architecture: str) -> str:

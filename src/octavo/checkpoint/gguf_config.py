@@ -33,6 +33,8 @@ def tensor_names(file: GGUFFile) -> TensorNames:
     names = _native(file)[1].names
     if "blk.0.attn_k_b.weight" in file.tensors:  # since llama.cpp caches latents, their projections are apart
         names = replace(names, fused=names.fused - {"kv_b"})
+    if "blk.0.attn_qkv.weight" in file.tensors:
+        names = replace(names, fused=names.fused | {"qkv"})
     return names
 
 
@@ -230,6 +232,8 @@ def _layer_ropes(
     max_len: int,
 ) -> list[RopeConfig | None]:
     rope = _rope(file, meta, native, head_dim, max_len)
+    if native.unrotated == "unstated" and not meta.get("rope.scaling.finetuned", True):
+        return [None] * len(windows)
     if native.unrotated == "full_attention" or (native.unrotated == "full_if_windowed" and any(windows)):
         return [None if window is None else rope for window in windows]
     if native.unrotated == "listed":  # llama.cpp knows no other list either
@@ -255,6 +259,12 @@ def _rope(file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int
             "serve the Hugging Face folder of that model instead"
         )
     factor = float(meta.get("rope.scaling.factor", meta.get("rope.scale_linear", 1.0)))
+    original = meta.get("rope.scaling.original_context_length", max_len)
+    if meta.get("attention.temperature_scale", 0.0) and max_len > original:
+        raise UnsupportedModelError(
+            f"{file.path}: queries are scaled beyond {original} positions, which is not supported in GGUF files; with "
+            f"--max-model-len {original} it runs"
+        )
     factors, name, others = None, "rope_freqs.weight", dict[str, Any]()
     if scaling == "longrope":
         long = max_len > meta.uniform("rope.scaling.original_context_length")
@@ -270,9 +280,7 @@ def _rope(file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int
             "beta_slow": float(meta.get("rope.scaling.yarn_beta_slow", 1.0)),
             "truncate": native.yarn_truncates,
             "original_max_position": meta.uniform("rope.scaling.original_context_length"),
-            # Latent attention scales its scores instead.
-            "attention_factor": float(meta.get("rope.scaling.attn_factor", 1.0))
-            * (1.0 if native.latent else yarn_attention_factor(factor)),
+            "attention_factor": float(meta.get("rope.scaling.attn_factor", 1.0)) * _yarn_factor(meta, native, factor),
         }
     return RopeConfig(
         theta=float(meta.get("rope.freq_base", 10000.0)),
@@ -282,6 +290,13 @@ def _rope(file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int
         factor=factor,
         frequency_factors=factors,
     )
+
+
+def _yarn_factor(meta: _Keys, native: NativeArchitecture, factor: float) -> float:
+    if native.latent:  # which scales its scores instead
+        return 1.0
+    below = float(meta.get("rope.scaling.yarn_log_multiplier", 0.0))
+    return yarn_attention_factor(factor) / yarn_attention_factor(factor, below)
 
 
 def _dtype(file: GGUFFile) -> str:

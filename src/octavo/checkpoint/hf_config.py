@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
-from octavo.checkpoint.families import NATIVE_ARCHITECTURES, text_architecture
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES, native_architecture
 from octavo.checkpoint.hf_positions import layer_ropes, layer_windows, partial_rotary
 from octavo.checkpoint.kv_cache_scheme import kv_cache_scheme_dtype, only_kv_cache_scheme
 from octavo.checkpoint.model_config import (
@@ -72,7 +72,7 @@ def _model_config(raw: dict[str, Any], path: Path, max_len: int | None) -> Model
     folder = path.parent
     architecture = _architecture(raw, path)
     content = {**raw, **(raw.get("text_config") or {})}
-    native = NATIVE_ARCHITECTURES.get(text_architecture(architecture, content.get("model_type")))
+    native = native_architecture(architecture, content.get("model_type"))
     fields = ConfigFields(content, str(path), native.defaults if native else {})
     max_position = fields.size("max_position_embeddings", default=2048)
     max_len = max_len or max_position
@@ -204,8 +204,15 @@ def _why_not_native(
         return "dense layers between those with experts"
     if native.latent and fields.get("topk_method", "greedy") not in ("greedy", "group_limited_greedy", "noaux_tc"):
         return f"experts chosen by {fields.get('topk_method')!r}"
-    if native.experts and (fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1):
+    if native.experts and (
+        fields.get("mlp_only_layers")
+        or fields.get("decoder_sparse_step", 1) != 1
+        or fields.get("moe_layer_interval", 1) != 1
+        or fields.get("moe_layer_end_index", -1) not in (-1, fields.size("num_hidden_layers") - 1)
+    ):
         return "experts in some layers only"
+    if native.experts and native.experts.deepseek and _mlp_bias(fields, native):
+        return "biases of a shared expert"
     if (fields.get("swiglu_limit", 7.0), fields.get("swiglu_alpha", 1.702)) != (7.0, 1.702):
         return "a SwiGLU with a limit other than 7, or a factor other than 1.702"
     if fields.get("clip_qkv") is not None:

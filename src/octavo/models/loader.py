@@ -25,8 +25,11 @@ from octavo.models.quantised_checkpoint import QuantisedCheckpoint, quantise
 from octavo.models.weight_reader import Split, WeightReader
 from octavo.models.weights import RawTensor, TensorPart, WeightSource, row_order
 
-_FileOf = dict[str, tuple[Any, str]]
-"""The open file that holds a tensor, and the tensor's name there, by its name in the model."""
+
+class _FileOf(dict[str, tuple[Any, str]]):
+    """The open file that holds a tensor, and the tensor's name there, by its name in the model."""
+
+    outputs_first = False  # whether a parameter that holds the matrices of all experts has them [out, in]
 
 
 def open_weights(source: ModelSource, config: ModelConfig, online: str | None = None) -> WeightSource:
@@ -130,7 +133,7 @@ class SafetensorsWeights:
         self._online = online
         quantization = (read_json(folder / "config.json") or {}).get("quantization_config")
         self._is_quantised = bool(quantization)
-        self._file_of: _FileOf = {}
+        self._file_of = _FileOf()
         # A cycle through `self` would keep the files mapped until the next garbage collection.
         self._stored = partial(_read_tensor, self._folder, self._file_of)
         self._quantised = QuantisedCheckpoint(
@@ -167,6 +170,12 @@ class SafetensorsWeights:
             if not any(name.startswith(base) for name in named):
                 named = {name if name.startswith(head) else base + name: at for name, at in named.items()}
         self._file_of.update(named)
+        if self._config is not None and self._config.experts:
+            # Of Qwen3-VL-MoE, published folders have [in, out], and those that transformers saves [out, in].
+            gates = TensorPart.parse(self._config.names.hf("expert_gate", self._config.num_layers - 1, 0)).tensor
+            if gates in named:
+                file, stored = named[gates]
+                self._file_of.outputs_first = file.get_slice(stored).get_shape()[-1] == self._config.hidden_size
 
     def names(self) -> list[str]:
         return list(self._file_of)
@@ -235,14 +244,13 @@ class SafetensorsWeights:
 
 
 def _locate(name: str, file_of: _FileOf) -> TensorPart:
-    """Return where the files hold a tensor. Those of experts may be parameters of one module, called X and X_bias,
-    whose matrices are [in, out]."""
+    """Return where the files hold a tensor. Those of experts may be parameters of one module, called X and X_bias."""
     part = TensorPart.parse(name)
     if part.tensor in file_of:
         return part
     stem, _, ending = part.tensor.rpartition(".")
     own = replace(part, tensor=stem if ending == "weight" else f"{stem}_{ending}")
-    return replace(own, transposed=bool(part.selectors) and ending == "weight")
+    return replace(own, transposed=bool(part.selectors) and ending == "weight" and not file_of.outputs_first)
 
 
 def _holds(file_of: _FileOf, name: str) -> bool:

@@ -43,6 +43,8 @@ def row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
 
     Of latent attention's, the rotated rows of a head come first in the decoder, and last in files.
 
+    In a fused projection, those of values follow as they are.
+
     Rows of a fused projection may be ordered by head, | q k v | q k v |, instead of | q q | k k | v v |.
 
     Whole rows move, so the same indices apply to quantised bytes, dequantised values and biases.
@@ -59,7 +61,9 @@ def row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
         heads = {"q": config.num_heads, "q_b": config.num_heads, "kv_a": 1}.get(part or "")
         plain = latent.rank if part == "kv_a" else latent.plain_dim
     else:
-        heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(part or "")
+        heads = {"q": config.num_heads, "k": config.num_kv_heads, "qkv": config.num_heads + config.num_kv_heads}.get(
+            part or ""
+        )
         plain = config.head_dim - dim
     if heads is None:
         return None
@@ -69,7 +73,9 @@ def row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
     rotated = rows[:, :dim]
     if config.rotary_interleaved:
         rotated = rotated.reshape(heads, dim // 2, 2).swapaxes(1, 2).reshape(heads, dim)
-    return np.concatenate((rotated, rows[:, dim:]), axis=1).reshape(-1)
+    order = np.concatenate((rotated, rows[:, dim:]), axis=1).reshape(-1)
+    values = config.num_kv_heads * config.value_dim if part == "qkv" else 0
+    return np.concatenate((order, len(order) + np.arange(values)))
 
 
 # How a name in brackets selects rows, of as many as there are.
