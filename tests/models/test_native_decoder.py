@@ -184,7 +184,7 @@ def test_quantised_weights_compute_what_their_values_do(
     options: dict[str, Any] = {"attention": NativeAttention(), "dtype": "bfloat16"}
     ours = native(model, torch.bfloat16, weights, quantised=True)
     plain = native(model, torch.bfloat16, weights)
-    assert [part.weight.format.removeprefix("coded ") for part in products(ours, Register.QKV)[0].parts] == formats
+    assert [part.weight.format.removeprefix("compressed ") for part in products(ours, Register.QKV)[0].parts] == formats
     assert ours.weight_bytes < plain.weight_bytes or formats == ["bfloat16"]
     for actual, expected in zip(
         paged_logits(ours, sequences, **options), paged_logits(plain, sequences, **options), strict=True
