@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -30,6 +31,7 @@ from octavo.server.access import AcceptedKeys
 from octavo.server.config import ServerConfig
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import InFlight
+from octavo.server.http.transport import WRITE_CHUNK, GuardedConnection
 from octavo.server.routers import HINT_HEADER, KEY_HEADER, PROMPT_HEADER, WORKER_PATH, RoutedPrompts, registered
 from octavo.workloads.server_process import running_server
 from tests.ports import free_port
@@ -248,10 +250,58 @@ def test_half_an_event_of_a_server_that_is_lost_is_not_relayed() -> None:
             raise ConnectionResetError
 
     anything: Any = SimpleNamespace(in_flight=InFlight(), selection=Selection())
-    relayed = RelayedAnswer(anything, anything)
+    relayed = RelayedAnswer(anything, job_of({}))
     with pytest.raises(ConnectionResetError):
         asyncio.run(relayed._relay(Lost(), Ticket(anything), send))
     assert b"".join(sent) == b"data: 1\n\ndata: 2\n\n"
+
+
+def job_of(state: dict[str, Any], http_version: str = "1.1") -> Any:
+    return SimpleNamespace(request=SimpleNamespace(scope={"http_version": http_version, "state": state}))
+
+
+@pytest.mark.parametrize(
+    ("http_version", "more_headers", "is_fast", "written"),
+    [
+        ("1.1", (), True, [b"data: 1\n\n", b"data: 2\n\n"]),
+        ("1.1", (), False, []),
+        ("1.0", (), True, []),
+        ("1.1", ((b"content-length", b"36"),), True, []),
+    ],
+)
+def test_chunks_are_written_to_the_connection_of_a_client_that_reads_them_and_is_not_slow(
+    http_version: str, more_headers: Any, is_fast: bool, written: list[bytes]
+) -> None:
+    events, sent, direct = [b"data: %d\n\n" % number for number in (1, 2, 3)], list[bytes](), list[bytes]()
+
+    class Stream(Answer):
+        status, headers = 200, ((b"content-type", b"text/event-stream"), *more_headers)
+
+        async def relay(self, take: Take) -> None:
+            for number, event in enumerate(events):
+                await take(event, number == 2)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    def write(chunk: bytes) -> bool:
+        direct.extend([chunk] * is_fast)
+        return is_fast
+
+    anything: Any = SimpleNamespace(selection=Selection())
+    relayed = RelayedAnswer(anything, job_of({WRITE_CHUNK: write}, http_version))
+    asyncio.run(relayed._relay(Stream(), Ticket(anything), send))
+    assert direct == written
+    assert sent == [b"", *events[len(written) :]]
+
+
+@pytest.mark.parametrize(("is_slow", "is_gone"), [(False, False), (True, False), (False, True)])
+def test_a_connection_takes_no_chunk_for_a_client_that_is_slow_or_gone(is_slow: bool, is_gone: bool) -> None:
+    written: list[bytes] = []
+    transport = SimpleNamespace(is_closing=lambda: is_gone, write=written.append)
+    connection: Any = SimpleNamespace(flow=SimpleNamespace(write_paused=is_slow), transport=transport)
+    assert GuardedConnection.write_chunk(connection, b"data: 1234567\n\n") == (not is_slow and not is_gone)
+    assert written == ([] if is_slow or is_gone else [b"f\r\ndata: 1234567\n\n\r\n"])
 
 
 def test_an_event_without_an_end_is_given_up_at_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +402,13 @@ def test_a_stream_is_relayed_as_it_comes_and_one_id_names_it_everywhere(routed: 
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert len(lines) > 5
+    address = urlsplit(routed.url)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as old, old.makefile("rb") as received:
+        text = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+        old.sendall(head.encode() + text)
+        plain = received.read().partition(b"\r\n\r\n")[2].split(b"\n\n")
+    assert [line[:6] for line in plain] == [b"data: "] * (len(plain) - 1) + [b""]
 
 
 def test_a_client_that_leaves_ends_its_request_at_the_server(

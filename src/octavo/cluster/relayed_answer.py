@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from octavo.cluster.connections import Answer
+from octavo.cluster.connections import Answer, Headers
 from octavo.cluster.router import OF_CONNECTION, NoWorkerError, RelayedRequest, Router
 from octavo.cluster.selection import Ticket
 from octavo.server.apis import EVENTS, REQUEST_ID_HEADER, api_of
 from octavo.server.errors import ApiError
 from octavo.server.http.connection import ClientLeftError
+from octavo.server.http.transport import WRITE_CHUNK
 
 logger = logging.getLogger("octavo.route")
 
@@ -139,17 +141,27 @@ class RelayedAnswer:
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         events = WholeEvents() if self._is_stream else None
         awaits_first = self._is_stream
+        write = self._chunk_writer(headers)
 
         async def take(received: bytes, is_last: bool) -> None:
             nonlocal awaits_first
             chunk = received if events is None else events.feed(received) + (events.rest() if is_last else b"")
             if chunk or is_last:
-                await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
+                if is_last or write is None or not write(chunk):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
                 if awaits_first:
                     awaits_first = False
                     self._router.selection.first_token(ticket)
 
         await answer.relay(take)
+
+    def _chunk_writer(self, headers: Headers) -> Callable[[bytes], bool] | None:
+        """Return what writes a chunk of the answer to the client's connection; None if it has no chunks."""
+        scope = self._job.request.scope
+        if scope["http_version"] != "1.1" or any(name == b"content-length" for name, _ in headers):
+            return None
+        write: Callable[[bytes], bool] | None = scope["state"].get(WRITE_CHUNK)
+        return write
 
 
 class WholeEvents:

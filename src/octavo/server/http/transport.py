@@ -27,6 +27,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from octavo.server.config import ServerLimits
 from octavo.server.http.turnstile import Turnstile
 
+WRITE_CHUNK = "write_chunk"
+"""Name of `GuardedConnection.write_chunk` in the state of a request's scope."""
+
 # Minimum rate of a body in bytes per second, after its first `body_timeout`.
 MIN_BODY_RATE = 64 * 1024
 # Number of requests that begin in one round of the event loop; each takes 1-2 ms of the loop over the next few rounds.
@@ -124,6 +127,7 @@ class GuardedConnection(H11Protocol):
             transport.close()
             return
         super().connection_made(transport)
+        self.app_state = {WRITE_CHUNK: self.write_chunk}
         self.idle[self] = None
         self._await_header()
 
@@ -153,7 +157,18 @@ class GuardedConnection(H11Protocol):
         if hasattr(self.transport, "_read_ready_cb"):
             self.transport._read_ready_cb = None
         self.cycle = None  # type: ignore[assignment]  # as it is before the first request
+        self.scope, self.app_state = None, {}  # type: ignore[assignment]  # they refer to this by `write_chunk`
         self._unset_keepalive_if_required()
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Write a chunk of an answer that is sent in chunks; False if that must wait, or is in vain: then use `send`.
+
+        Through the middleware, uvicorn and h11, a chunk takes 5 µs in a loop, and 26 on a machine that slept before.
+        """
+        if self.flow.write_paused or self.transport.is_closing():
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
