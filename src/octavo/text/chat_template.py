@@ -21,7 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.errors import ConfigError, FieldError, RequestError, shown
 
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# Names that clients and templates have for the reasoning of a message.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Exceptions of a template on unexpected messages, apart from its own errors. RuntimeError: it recurses too deeply.
 _RENDERING_ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError),
@@ -151,9 +152,9 @@ def _normalize(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     present = {key: value for key, value in message.items() if value is not None}
     if "content" in present:
         present["content"] = _text(present["content"], index)
-    reasoning = next((present[key] for key in _REASONING_FIELDS if key in present), None)
+    reasoning = next((present[key] for key in REASONING_FIELDS if key in present), None)
     if reasoning is not None:
-        present = {**dict.fromkeys(_REASONING_FIELDS, reasoning), **present, "reasoning_content": reasoning}
+        present = {**dict.fromkeys(REASONING_FIELDS, reasoning), **present, "reasoning_content": reasoning}
     return present
 
 

@@ -120,6 +120,18 @@ def test_a_template_of_kimi_k2_is_known_by_its_marks_or_its_ids(writes: str) -> 
     assert "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{" in text
 
 
+def test_harmonys_template_gets_content_beside_a_call_as_part_of_the_analysis() -> None:
+    written = (
+        "{{ raise_exception('Cannot pass both') if m.content and m.thinking }}<|channel|>commentary to=functions."
+        "{{ c.function.name }} <|constrain|>json<|message|>{{ c.function.arguments | tojson }}<|call|>"
+    )
+    template = CHATML.replace("<|im_start|>{{ m.role }}", "<|start|>{{ m.role }}").replace("CALL", written)
+    found = dialects(template + "{{ '' if tools }}")
+    calling = {**CALLING, "content": "I look.", "reasoning": "They ask."}
+    text = render_chat(template, found.chat([USER, calling, RESULT], TOOLS).messages)
+    assert "<|start|>assistant\nThey ask.\n\nI look.<|channel|>commentary to=functions.weather" in text
+
+
 def test_a_template_that_leaves_calls_out_gets_them_in_their_messages() -> None:
     chat = dialects(WITHOUT_CALLS).chat([USER, CALLING, RESULT], TOOLS)
     assert chat.tools == TOOLS.tools

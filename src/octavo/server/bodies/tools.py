@@ -17,6 +17,7 @@ from octavo.errors import FieldError, shown
 from octavo.request_limits import RequestLimits
 from octavo.server.bodies.fields import Declared, taken
 from octavo.structured_outputs import StructuredOutputsParams
+from octavo.text.chat_template import REASONING_FIELDS
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -340,6 +341,8 @@ class Dialects:
         or `system`."""
         if not self._template_knows_developers:
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+        if self._calls is not None and self._calls.channels:
+            messages = [_with_one_analysis(each) for each in messages]
         passed, added = tools.tools or None, 0
         if tools and self._calls is not None and not self._template_knows_tools:
             described = with_tools_described(messages, tools.tools, self._calls)
@@ -373,3 +376,12 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
+
+
+def _with_one_analysis(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message for harmony's template, which takes content or reasoning beside a call, and refuses both."""
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+    if not (message.get("tool_calls") and message["content"] and reasoning):
+        return message
+    kept = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    return {**kept, "content": f"{reasoning}\n\n{message['content']}"}
