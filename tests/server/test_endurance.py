@@ -143,7 +143,7 @@ def test_requests_leave_no_garbage_that_a_busy_server_would_keep(leaves_after: i
             server.assert_nothing_runs()
         kept = Counter(type(one).__name__ for one in found)
     # Who was planned last is known until the next step.
-    ours = ("Request", "Sequence", "CompletionAnswer", "_Choice", "Job", "RequestOutput", "CompletionBody")
+    ours = ("Request", "Sequence", "CompletionAnswer", "Job", "RequestOutput", "CompletionBody")
     assert {name: kept[name] for name in ours if kept[name] > 2} == {}
     assert kept["_SelectorSocketTransport"] <= len(asked), "the clients' own"
 

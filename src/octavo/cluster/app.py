@@ -10,8 +10,6 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,16 +19,15 @@ from octavo.cluster.relayed_answer import Relay
 from octavo.cluster.router import RELAYED, NoWorkerError, Readers, Router
 from octavo.cluster.selection import PrefixSelection, make_selection
 from octavo.cluster.workers import Workers
-from octavo.errors import ConfigError, OctavoError, RequestError
+from octavo.errors import ConfigError, RequestError
 from octavo.server.access import AcceptedKeys, WebPages, authenticated
-from octavo.server.app import cors
+from octavo.server.app import application
 from octavo.server.config import ServerConfig
-from octavo.server.errors import ApiError, Checked, LastResort, answer_http_error, answer_octavo_error
+from octavo.server.errors import ApiError
 from octavo.server.http.connection import InFlight
 from octavo.server.http.listening import bound, listen, log_failed_accepts
-from octavo.server.http.logs import RequestLog
 from octavo.server.interpreter_settings import settle_interpreter
-from octavo.server.route import Access, ResponseCounts, json_response, refuse_control_characters
+from octavo.server.route import Access, ResponseCounts, json_response
 from octavo.server.run import Server, check_certificate
 
 
@@ -138,29 +135,18 @@ def create_router_app(
             raise RequestError(str(error), param="url") from error
         return json_response({"url": url, "registered": request.method == "POST"})
 
-    middleware = [
-        Middleware(RequestLog, responses=ResponseCounts(), writes=config.access_log),
-        Middleware(LastResort),
-        Middleware(Checked, check=refuse_control_characters),
+    routes = [
+        *(Route(path, Relay(router), methods=["POST"]) for path in RELAYED),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/ready", ready, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+        Route("/workers", register, methods=["POST", "DELETE"]),
     ]
-    if config.allowed_origins:
-        middleware.append(cors(config))
-    if not access.needs_key:
-        middleware.append(Middleware(Checked, check=WebPages(config.allowed_hosts, config.allowed_origins).refuse))
-    app = Starlette(
-        routes=[
-            *(Route(path, Relay(router), methods=["POST"]) for path in RELAYED),
-            Route("/v1/models", models, methods=["GET"]),
-            Route("/health", health, methods=["GET"]),
-            Route("/ready", ready, methods=["GET"]),
-            Route("/metrics", metrics, methods=["GET"]),
-            Route("/workers", register, methods=["POST", "DELETE"]),
-        ],
-        exception_handlers={OctavoError: answer_octavo_error, HTTPException: answer_http_error},
-        middleware=middleware,
-    )
-    app.router.redirect_slashes = False
-    return app
+    pages = WebPages(config.allowed_hosts, config.allowed_origins)
+    # With keys, each endpoint checks its own.
+    check = (lambda scope: None) if access.needs_key else pages.refuse
+    return application(routes, config, ResponseCounts(), check)
 
 
 class _Collector:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.routing import Route
 from starlette.types import Scope
 
 from octavo.errors import OctavoError
@@ -13,7 +16,7 @@ from octavo.server.apis import path_of
 from octavo.server.bodies.fields import Served
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
-from octavo.server.errors import Checked, LastResort, answer_http_error, answer_octavo_error
+from octavo.server.errors import Checked, answer_http_error, answer_octavo_error
 from octavo.server.handling import IGNORED_HEADER, Handling
 from octavo.server.http.connection import InFlight
 from octavo.server.http.logs import RequestLog
@@ -60,41 +63,51 @@ def create_app(
     server = Served(info.limits, info.max_model_len, info.vocab_size, info.hidden_size)
     endpoints += Description(server, endpoints).endpoints()
     responses.expect(endpoints)
-    middleware = [Middleware(RequestLog, responses=responses, writes=config.access_log), Middleware(LastResort)]
-    middleware.append(Middleware(Checked, check=refuse_control_characters))
-    if config.allowed_origins:
-        middleware.append(cors(config))
-    if access.needs_key:
-        public = public_requests(endpoints)
+    public = public_requests(endpoints)
 
-        def identify(scope: Scope) -> None:
-            if (scope["method"], path_of(scope)) not in public:
-                access.identify(scope)
+    def identify(scope: Scope) -> None:
+        if (scope["method"], path_of(scope)) not in public:
+            access.identify(scope)
 
-        middleware.append(Middleware(Checked, check=identify))
-    else:
-        middleware.append(Middleware(Checked, check=WebPages(config.allowed_hosts, config.allowed_origins).refuse))
-    app = Starlette(
-        routes=routes(endpoints, access.check, Middleware(Metered, quotas=quotas)),
-        exception_handlers={OctavoError: answer_octavo_error, HTTPException: answer_http_error},
-        middleware=middleware,
-    )
-    # OpenAI's paths are exact: a redirect from /v1/models/ would lose the body of a POST in many clients.
-    app.router.redirect_slashes = False
+    check = identify if access.needs_key else WebPages(config.allowed_hosts, config.allowed_origins).refuse
+    app = application(routes(endpoints, access.check, Middleware(Metered, quotas=quotas)), config, responses, check)
     app.state.endpoints = endpoints
     # Called by the server at start-up, so that the first chat need not wait until a process has started.
     app.state.warm_up = handling.reading.warm_up
     return app
 
 
-def cors(config: ServerConfig) -> Middleware:
-    """Return middleware that adds CORS headers for the allowed origins; keys are sent as headers, not as cookies."""
-    from starlette.middleware.cors import CORSMiddleware
+def application(
+    routes: Sequence[Route], config: ServerConfig, responses: ResponseCounts, check: Callable[[Scope], object]
+) -> Starlette:
+    """Return an application, a server's or a router's, with its middleware.
 
-    return Middleware(
-        CORSMiddleware,
-        allow_origins=list(config.allowed_origins),
-        allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["*"],
-        expose_headers=["Retry-After", "X-Request-Id", IGNORED_HEADER],
+    Args:
+        check: raises `ApiError` for a request that must not be answered.
+    """
+
+    def admit(scope: Scope) -> None:
+        refuse_control_characters(scope)
+        check(scope)
+
+    middleware = [Middleware(RequestLog, responses=responses, writes=config.access_log)]
+    if config.allowed_origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        # Keys are sent as headers, not as cookies.
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After", "X-Request-Id", IGNORED_HEADER],
+        )
+        middleware.append(cors)
+    app = Starlette(
+        routes=routes,
+        exception_handlers={OctavoError: answer_octavo_error, HTTPException: answer_http_error},
+        middleware=[*middleware, Middleware(Checked, check=admit)],
     )
+    # OpenAI's paths are exact: a redirect from /v1/models/ would lose the body of a POST in many clients.
+    app.router.redirect_slashes = False
+    return app

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.errors import (
     EngineDeadError,
@@ -291,27 +291,3 @@ class Checked:
             except ApiError as error:
                 app = error.response(scope)
         await app(scope, receive, send)
-
-
-class LastResort:
-    """Outermost middleware: turns any escaped exception into a 500 without details instead of a dropped connection."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def watching_send(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watching_send)
-        except Exception as error:
-            answer = to_api_error(error)
-            if started or scope["type"] != "http":
-                # A started answer cannot be replaced; uvicorn closes the connection, so the client sees that it is cut.
-                return
-            await answer.response(scope)(scope, receive, send)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -156,25 +155,6 @@ def _speed(what: str, count: int, milliseconds: float) -> dict[str, float]:
     }
 
 
-def slots(count: int, running: int, max_model_len: int) -> list[dict[str, Any]]:
-    """Return the answer of `GET /slots`: the first `running` of them are taken."""
-    return [{"id": i, "n_ctx": max_model_len, "is_processing": i < running} for i in range(count)]
-
-
-def properties(
-    names: tuple[str, ...], max_model_len: int, template: str, version: str, default_sampling: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the answer of `GET /props`; `default_sampling` is what the model's authors recommend."""
-    defaults = SamplingParams(**{**LLAMACPP_DEFAULTS, **default_sampling, "max_tokens": None})
-    return {
-        "default_generation_settings": {"n_ctx": max_model_len, "params": settings(defaults)},
-        "model_alias": names[0],
-        "chat_template": template,
-        "modalities": {"vision": False, "audio": False},
-        "build_info": f"octavo {version}",
-    }
-
-
 class LlamaCppApi(Handlers):
     """The request handlers."""
 
@@ -200,7 +180,8 @@ class LlamaCppApi(Handlers):
         running = await self._engine.ask(
             lambda core: sum(seq.request.tenant == tenant for seq in core.scheduler.running)
         )
-        return json_response(slots(info.max_num_seqs, running, info.max_model_len))
+        numbers = range(info.max_num_seqs)
+        return json_response([{"id": i, "n_ctx": info.max_model_len, "is_processing": i < running} for i in numbers])
 
     @get("/props", "LlamaCppProperties")
     async def show_properties(self, request: Request) -> Response:
@@ -209,6 +190,13 @@ class LlamaCppApi(Handlers):
             template = self._engine.tokenizer.chat_template_text
         except RequestError:  # no tokenizer
             template = ""
-        names, length = self._handling.names, self._engine.info.max_model_len
-        defaults = self._engine.info.default_sampling
-        return json_response(properties(names, length, template, octavo.__version__, defaults))
+        info = self._engine.info
+        defaults = SamplingParams(**{**LLAMACPP_DEFAULTS, **info.default_sampling, "max_tokens": None})
+        properties = {
+            "default_generation_settings": {"n_ctx": info.max_model_len, "params": settings(defaults)},
+            "model_alias": self._handling.names[0],
+            "chat_template": template,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"octavo {octavo.__version__}",
+        }
+        return json_response(properties)

@@ -201,11 +201,7 @@ class Metered:
         self._quotas = quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            charge = self._quotas.enter(client_of(scope))
-        except ApiError as error:
-            await error.response(scope)(scope, receive, send)
-            return
+        charge = self._quotas.enter(client_of(scope))
         scope.setdefault("state", {})["charge"] = charge
 
         async def counting_send(message: Message) -> None:

@@ -13,8 +13,7 @@ from octavo.errors import RequestError
 from octavo.logprobs import TokenLogprobs
 from octavo.server.answer_json import dumps, event, json_bytes, json_pieces
 from octavo.server.answers.generation import Answer, Job, OpenAIAnswer
-from octavo.server.answers.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
-from octavo.server.bodies.openai_bodies import CompletionBody
+from octavo.server.answers.logprobs import CompletionLogprobs, prompt_logprobs
 from octavo.server.bodies.read_bodies import CompletionRequest, EmbeddingRequest
 from octavo.server.errors import FAILED_STEP
 
@@ -27,29 +26,20 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
 
     def __init__(self, job: Job[CompletionRequest]) -> None:
         super().__init__(job, "text_completion", tells_pins=False)
-        self._texts, self._n = job.texts, job.read.params.n
         self._body = body = job.read.body
+        self._n = job.read.params.n
         self._prompt_logprobs: dict[int, list[dict[str, dict[str, Any]] | None]] = {}
-        self._choices = [
-            _Choice(job.texts, prompt_index, body)
-            for prompt_index in range(len(job.read.prompts))
-            for _ in range(self._n)
+        # The choices whose first piece, which carries the prompt for `echo`, has been sent.
+        self._begun: set[int] = set()
+        num_choices = len(job.read.prompts) * self._n if body.logprobs is not None else 0
+        self._logprobs = [
+            CompletionLogprobs(
+                job.texts,
+                skip_special_tokens=body.sampling.get("skip_special_tokens", True),
+                as_token_ids=bool(body.return_tokens_as_token_ids),
+            )
+            for _ in range(num_choices)
         ]
-
-    def prompt_text(self, prompt_index: int) -> str:
-        """Return the prompt as text, for `echo`."""
-        prompt = self.job.read.prompts[prompt_index]
-        if prompt.text is not None:
-            return prompt.text
-        params = self.job.read.params
-        return self.job.engine.tokenizer.decode(list(prompt.token_ids), params.skip_special_tokens)
-
-    def prompt_logprobs_of(self, prompt_index: int, output: RequestOutput) -> list[dict[str, dict[str, Any]] | None]:
-        """Return vLLM's `prompt_logprobs`, which all choices of a prompt share."""
-        if prompt_index not in self._prompt_logprobs:
-            given = output.prompt_logprobs or ()
-            self._prompt_logprobs[prompt_index] = prompt_logprobs(self._texts, output.prompt_ids, given)
-        return self._prompt_logprobs[prompt_index]
 
     def bulk(self) -> list[list[Any]]:
         lists: list[list[Any]] = list(self._prompt_logprobs.values())
@@ -72,59 +62,54 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.logprobs = "", [], []
         self._count(prompt_index, output)
-        first = prompt_index * self._n
         return [
-            self._choices[first + completion.index].piece(self, first + completion.index, completion, output)
+            self._choice(prompt_index, completion, output)
             for completion in output.outputs
             if completion.token_ids or completion.text or completion.finish_reason
         ]
 
-
-class _Choice:
-    """The state of one choice: whether its first piece, which carries the prompt for `echo`, has been sent.
-
-    It holds no reference to its answer: such a cycle would only be freed by a full garbage collection.
-    """
-
-    def __init__(self, texts: TokenTexts, prompt_index: int, body: CompletionBody) -> None:
-        self._prompt_index = prompt_index
-        self._body = body
-        self._begun = False
-        self._logprobs: CompletionLogprobs | None = None
-        if body.logprobs is not None:
-            self._logprobs = CompletionLogprobs(
-                texts,
-                skip_special_tokens=body.sampling.get("skip_special_tokens", True),
-                as_token_ids=bool(body.return_tokens_as_token_ids),
-            )
-
-    def piece(
-        self, answer: CompletionAnswer, index: int, completion: CompletionOutput, output: RequestOutput
-    ) -> dict[str, Any]:
-        """Return the choice object for the next part of the completion."""
+    def _choice(self, prompt_index: int, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        """Return the choice object for the next part of a completion."""
+        index = prompt_index * self._n + completion.index
         text = completion.text
         token_ids: list[int] = completion.token_ids
         logprobs: list[TokenLogprobs | None] = list(completion.logprobs or ())
-        first, self._begun = not self._begun, True
-        if first and self._body.echo:
-            text = answer.prompt_text(self._prompt_index) + text
-            if self._logprobs is not None:
-                token_ids = output.prompt_token_ids + token_ids
-                logprobs = [*(output.prompt_logprobs or ()), *logprobs]
+        first = index not in self._begun
+        if first:
+            self._begun.add(index)
+            if self._body.echo:
+                text = self._prompt_text(prompt_index) + text
+                if self._logprobs:
+                    token_ids = output.prompt_token_ids + token_ids
+                    logprobs = [*(output.prompt_logprobs or ()), *logprobs]
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": None if self._logprobs is None else self._logprobs.piece(token_ids, logprobs),
+            "logprobs": self._logprobs[index].piece(token_ids, logprobs) if self._logprobs else None,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
         if first and self._body.sampling.get("prompt_logprobs") is not None:
-            choice["prompt_logprobs"] = answer.prompt_logprobs_of(self._prompt_index, output)
+            choice["prompt_logprobs"] = self._prompt_logprobs_of(prompt_index, output)
         if self._body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             if first:
                 choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
+
+    def _prompt_text(self, prompt_index: int) -> str:
+        prompt = self.job.read.prompts[prompt_index]
+        if prompt.text is not None:
+            return prompt.text
+        params = self.job.read.params
+        return self.job.engine.tokenizer.decode(list(prompt.token_ids), params.skip_special_tokens)
+
+    def _prompt_logprobs_of(self, prompt_index: int, output: RequestOutput) -> list[dict[str, dict[str, Any]] | None]:
+        """Return vLLM's `prompt_logprobs`, which all choices of a prompt share."""
+        if prompt_index not in self._prompt_logprobs:
+            given = output.prompt_logprobs or ()
+            self._prompt_logprobs[prompt_index] = prompt_logprobs(self.job.texts, output.prompt_ids, given)
+        return self._prompt_logprobs[prompt_index]
 
 
 class EmbeddingAnswer(Answer[EmbeddingRequest]):
@@ -155,22 +140,15 @@ class EmbeddingAnswer(Answer[EmbeddingRequest]):
         pieces = [json_bytes(head)[:-1] + b',"data":[']
         for index, embedding in enumerate(self.vectors(outputs)):
             # Encoded one by one, because encoding holds the interpreter's lock.
-            pieces.append(b"," * bool(index) + self._entry(index, embedding))
-        pieces.append(b'],"usage":' + json_bytes(self._usage()) + b"}")
-        return pieces
-
-    def _entry(self, index: int, embedding: list[float]) -> bytes:
-        return json_bytes({"object": "embedding", "index": index, "embedding": self._encoded(embedding)})
-
-    def _encoded(self, embedding: list[float]) -> Any:
-        if self.job.read.body.encoding_format != "base64":
-            return embedding
-        return base64.b64encode(_little_endian(embedding)).decode()
-
-    def _usage(self) -> dict[str, Any]:
+            encoded: Any = embedding
+            if job.read.body.encoding_format == "base64":
+                encoded = base64.b64encode(_little_endian(embedding)).decode()
+            entry = {"object": "embedding", "index": index, "embedding": encoded}
+            pieces.append(b"," * bool(index) + json_bytes(entry))
         usage = self.usage.report()
         del usage["completion_tokens"]
-        return usage
+        pieces.append(b'],"usage":' + json_bytes(usage) + b"}")
+        return pieces
 
 
 def _little_endian(numbers: list[float]) -> bytes:

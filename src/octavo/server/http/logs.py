@@ -55,7 +55,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class RequestLog:
-    """Middleware that gives every request an id, the client's `X-Request-Id` or a new one, and logs how it ended.
+    """Outermost middleware: gives every request an id, the client's `X-Request-Id` or a new one, and logs how it ended.
+
+    An exception that escaped becomes a 500 without details instead of a dropped connection.
 
     Args:
         responses: counts how requests were answered.
@@ -86,6 +88,14 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            # Here, because commands that only need their options import this module.
+            from octavo.server.errors import to_api_error
+
+            answer = to_api_error(error)
+            # A started answer cannot be replaced; uvicorn closes the connection, so the client sees that it is cut.
+            if not status:
+                await answer.response(scope)(scope, receive, send_with_id)
         finally:
             self._responses.add(scope, status)
             if self._writes:
