@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from octavo.errors import ConfigError
 
@@ -25,7 +26,7 @@ class Unit:
 
     metavar: str
     words: str
-    read: Callable[[int | str], int] | None = None
+    read: Callable[[Any], int | float] | None = None
 
 
 SECONDS = Unit("SECONDS", "a number of seconds")

@@ -100,28 +100,40 @@ def test_an_admins_key_opens_debug_and_another_tenants_does_not(keys_file: Path)
         ('[tenants.a]\nkeys = ["sha256:12"]', r"tenants.a.keys\[0\] must have 64 hexadecimal digits"),
         ('[tenants.a]\nkeys = ["s"]\n[tenants.b]\nkeys = ["t", "s"]', r"tenants.b.keys\[1\] is a key of tenant a too"),
         ('[tenants."a b"]\nkeys = ["s"]', "a tenant's name must be 1 to 64 letters"),
-        ('[tenants.a]\nkeys = ["s"]\ncolour = 3', "tenants.a has an unknown field 'colour'; known: keys, admin"),
+        (
+            '[tenants.a]\nkeys = ["s"]\ncolour = 3',
+            "tenants.a: unknown field 'colour'; known: keys, priority, cache_group",
+        ),
         ('[tenants.a]\nkeys = ["s"]\nmax_concurency = 3', "field 'max_concurency'; did you mean max_concurrency"),
         ('[tenants.a]\nkeys = ["s"]\nmax_waiting_tokens = true', "max_waiting_tokens must be an integer, got True"),
-        ('[tenants.a]\nkeys = ["s"]\nadmin = 1', "tenants.a.admin must be true or false"),
-        ('[tenants.a]\nkeys = ["s"]\ncache_group = ""', "tenants.a.cache_group must be"),
-        ('[tenants.a]\nkeys = ["s"]\npriority = [3, 1]', "tenants.a.priority must be a range"),
-        ('[tenants.a]\nkeys = ["s"]\npriority = [true, 1]', "tenants.a.priority must be a range"),
-        ('[tenants.a]\nkeys = ["s"]\nmax_concurrency = 0', "tenants.a.max_concurrency must be positive, got 0"),
-        ('[tenants.a]\nkeys = ["s"]\nmax_concurrency = 1.5', "tenants.a.max_concurrency must be an integer, got 1.5"),
-        ('[tenants.a]\nkeys = ["s"]\ntokens_per_minute = "x"', "tenants.a.tokens_per_minute must be a number"),
-        ('[tenants.a]\nkeys = ["s"]\nweight = 0', "tenants.a.weight must be positive, got 0"),
-        ('[tenants.a]\nkeys = ["s"]\nrequests_per_minute = inf', "tenants.a.requests_per_minute must be positive"),
+        ('[tenants.a]\nkeys = ["s"]\nadmin = 1', "tenants.a: admin must be true or false"),
+        ('[tenants.a]\nkeys = ["s"]\ncache_group = ""', "tenants.a: cache_group must be 1 to 64 letters"),
+        ('[tenants.a]\nkeys = ["s"]\npriority = [3, 1]', "tenants.a: priority must be a range"),
+        ('[tenants.a]\nkeys = ["s"]\npriority = [true, 1]', "tenants.a: priority must be a range"),
+        ('[tenants.a]\nkeys = ["s"]\nmax_concurrency = 0', "tenants.a: max_concurrency must be at least 1, got 0"),
+        ('[tenants.a]\nkeys = ["s"]\nmax_concurrency = 1.5', "tenants.a: max_concurrency must be an integer, got 1.5"),
+        ('[tenants.a]\nkeys = ["s"]\ntokens_per_minute = "x"', "tenants.a: tokens_per_minute must be a number"),
+        ('[tenants.a]\nkeys = ["s"]\nweight = 0', "tenants.a: weight must be above 0, got 0"),
+        (
+            '[tenants.a]\nkeys = ["s"]\nrequests_per_minute = inf',
+            "tenants.a: requests_per_minute must be a finite number above 0, got inf",
+        ),
         (
             '[tenants.a]\nkeys = ["s"]\nkv_floor = 0',
-            "tenants.a.kv_floor must be a positive number of tokens, or a part",
+            "kv_floor and kv_cap must be a positive number of tokens, or a part",
         ),
         (
             '[tenants.a]\nkeys = ["s"]\nkv_cap = "101%"',
-            "tenants.a.kv_cap must be a positive number of tokens, or a part",
+            "kv_floor and kv_cap must be a positive number of tokens, or a part",
         ),
-        ('[tenants.a]\nkeys = ["s"]\nkv_cap = "10"', "tenants.a.kv_cap must be a positive number of tokens, or a part"),
-        ('[tenants.a]\nkeys = ["s"]\nkv_cap = 0.5', "tenants.a.kv_cap must be a positive number of tokens, or a part"),
+        (
+            '[tenants.a]\nkeys = ["s"]\nkv_cap = "10"',
+            "kv_floor and kv_cap must be a positive number of tokens, or a part",
+        ),
+        (
+            '[tenants.a]\nkeys = ["s"]\nkv_cap = 0.5',
+            "kv_floor and kv_cap must be a positive number of tokens, or a part",
+        ),
         ("[tenants.a\nkeys = 'secret'", "is not valid TOML"),
     ],
 )
@@ -148,7 +160,7 @@ def test_a_file_that_others_can_read_is_told(keys_file: Path, caplog: pytest.Log
 def test_rereading_takes_in_new_keys_and_drops_old_ones(keys_file: Path) -> None:
     access = AcceptedKeys(ServerConfig(keys_file=str(keys_file)))
     keys_file.write_text('[tenants.ada]\nkeys = ["sk-new"]\nadmin = true')
-    access.reread()
+    assert access.reread()
     assert access.clients.find("sk-ada-1") is None
     found = access.admins.find("sk-new")
     assert found is not None
@@ -220,6 +232,7 @@ def test_floors_beyond_the_cache_stop_the_server_at_its_start(keys_file: Path) -
 
 def test_a_key_given_alone_is_a_tenant_of_its_own() -> None:
     access = AcceptedKeys(ServerConfig(api_key=["first-key"]))
+    assert not access.reread(), "there is no file"
     found = access.clients.find("first-key")
     assert found == Client(tenant=tenant_of("first-key"))
     assert "first-key" not in repr(vars(access.clients))

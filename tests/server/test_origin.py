@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 from collections.abc import Iterator
 
 import httpx
@@ -42,6 +43,13 @@ def test_what_a_page_can_send_without_asking_is_refused(open_server: Running, co
 def test_an_empty_body_of_a_program_needs_no_type_and_that_of_a_page_does(open_server: Running) -> None:
     reset = f"{open_server.url}/reset_prefix_cache"
     assert httpx.post(reset).status_code == httpx.post(reset, headers=JSON).status_code == 403
+    connection = http.client.HTTPConnection("127.0.0.1", open_server.port, timeout=60)
+    connection.putrequest("POST", "/reset_prefix_cache")  # without a Content-Length
+    connection.endheaders()
+    with connection.getresponse() as response:
+        assert response.status == 403
+    connection.close()
+    assert httpx.post(reset, content=iter([b"x"])).status_code == 415, "in chunks"
     for header in ("Referer", "Sec-Fetch-Site"):
         assert httpx.post(reset, headers={header: "https://evil.example/"}).status_code == 415
 

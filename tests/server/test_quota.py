@@ -49,6 +49,10 @@ def test_a_bucket_fills_evenly_and_no_further_than_a_minutes_worth() -> None:
     assert [bucket.seconds_until(1, now) for now in (0.0, 0.25, 1.0)] == [1.0, 0.75, 0.0]
     bucket.take(90, 1000.0)
     assert bucket.seconds_until(1, 1000.0) == 31.0
+    slow = Bucket(0.5, now=0.0)
+    assert slow.seconds_until(1, 0.0) == 0.0, "full, though it never holds a whole request"
+    slow.take(1, 0.0)
+    assert slow.seconds_until(1, 0.0) == 120.0
 
 
 def test_requests_over_the_rate_are_told_when_to_come_again(quotas: Quotas, clock: Clock) -> None:

@@ -160,11 +160,12 @@ class GrammarCompiler:
                 memory, or the model has no tokenizer.
             OverloadedError: too many grammars before it take long.
         """
+        patience = PATIENCE + self._max_ms / 1e3
         try:
-            return self.begin(wanted).result(PATIENCE + self._max_ms / 1e3)
+            return self.begin(wanted).result(patience)
         except FutureTimeoutError:
             raise OverloadedError(
-                f"structured_outputs.{wanted.kind} was not compiled within {PATIENCE:g} s: the machine is busy, "
+                f"structured_outputs.{wanted.kind} was not compiled within {patience:g} s: the machine is busy, "
                 "or other grammars came first; try again later"
             ) from None
 

@@ -10,8 +10,8 @@
 
 Without `cache_group` a tenant shares no cached prefixes. `priority = [0, 10]` is the range of priorities that
 its requests may give; `requests_per_minute`, `tokens_per_minute`, `max_concurrency`, `max_waiting_requests` and
-`max_waiting_tokens` limit all its keys together; `kv_floor` and `kv_cap` bound its share of the KV cache. `_READERS`
-lists all fields.
+`max_waiting_tokens` limit all its keys together; `kv_floor` and `kv_cap` bound its share of the KV cache. `Client`
+declares all fields.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from octavo.errors import ConfigError, FieldError, shown
-from octavo.option import nearest
+from octavo.option import nearest, option, options_of
 from octavo.request import RequestContext
 from octavo.toml_file import read_toml
+from octavo.units import Unit
 
 logger = logging.getLogger("octavo.server")
 
@@ -42,8 +43,6 @@ _HASH = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 Digest = bytes
 """SHA-256 of a key."""
-FieldReader = Callable[[str, object, str], dict[str, Any]]
-"""(name, value, place in the file) -> fields of `Client`."""
 
 
 def tenant_of(api_key: str) -> str:
@@ -51,39 +50,48 @@ def tenant_of(api_key: str) -> str:
     return hashlib.blake2b(api_key.encode(), digest_size=8, person=b"octavo-tenant").hexdigest()
 
 
+def _check_group(group: str, name: str) -> None:
+    if not _NAME.fullmatch(group):
+        raise ConfigError(f"{name} must be 1 to 64 letters, digits or ._@:-, got {shown(group)}")
+
+
+def _read_kv_amount(amount: float | str) -> float:
+    if isinstance(amount, str) and (match := _PERCENT.fullmatch(amount)) and 0 < float(match[1]) <= 100:
+        return float(match[1]) / 100
+    if not isinstance(amount, int) or amount <= 0:
+        raise ConfigError(f"kv_floor and kv_cap must be {_KV.words}, got {shown(amount)}")
+    return amount
+
+
+_KV = Unit("TOKENS", 'a positive number of tokens, or a part of the cache such as "10%"', _read_kv_amount)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """The sender of a request, and what its tenant may do.
+    """The sender of a request, and what its tenant may do: options, which a keys file gives for each tenant.
 
-    Attributes:
-        tenant: the tenant that the work is accounted to; empty if no API key is required.
-        cache_group: tenants of the same group share cached prefixes; None if this tenant does not share them.
-        min_priority, max_priority: range of the `priority` that a request may give (lower is served first); None for
-            the server's own limit. In the file `priority = [min, max]`; by default a tenant may not go before others.
-        weight: share of service relative to other tenants, if `scheduling_policy` is "vtc".
-        requests_per_minute: rate limit of all keys together; None for no limit.
-        tokens_per_minute: rate limit of prompt and output tokens of all keys together; None for no limit.
-        max_concurrency: maximum number of requests being served at once, including waiting ones; None for no limit.
-        max_waiting_requests, max_waiting_tokens: maximum number of requests that wait for their first step, and of
-            their prompt tokens together; None for what the engine's `tenant_share` allows a tenant.
-        kv_floor, kv_cap: amount of the KV cache that is always available to its running requests, and the most that
-            they may hold: tokens (int) or a share of the cache (float, 0 to 1). In the file a share is like "12.5%".
-        admin: whether the client may use /debug and reset the prefix cache.
+    `kv_floor` and `kv_cap` are tokens (int) or a share of the cache (float, 0 to 1).
     """
 
-    tenant: str = ""
-    cache_group: str | None = None
-    weight: float = 1.0
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    max_concurrency: int | None = None
-    max_waiting_requests: int | None = None
-    max_waiting_tokens: int | None = None
-    min_priority: int | None = 0
-    max_priority: int | None = None
-    kv_floor: int | float | None = None
-    kv_cap: int | float | None = None
-    admin: bool = False
+    tenant: str = option("", "whom the work is accounted to; empty if no API key is required", internal=True)
+    cache_group: str | None = option(
+        None, "tenants of the same group share cached prefixes; none: this one shares nothing", check=_check_group
+    )
+    weight: float = option(1.0, 'share of service relative to other tenants, if scheduling_policy is "vtc"', above=0)
+    requests_per_minute: float | None = option(None, "rate limit of all keys together", above=0)
+    tokens_per_minute: float | None = option(None, "rate limit of prompt and output tokens of all keys", above=0)
+    max_concurrency: int | None = option(None, "requests being served at once, including waiting ones", least=1)
+    max_waiting_requests: int | None = option(
+        None, "requests that wait for their first step; none: as the engine's tenant_share allows", least=1
+    )
+    max_waiting_tokens: int | None = option(None, "the same for their prompt tokens together", least=1)
+    min_priority: int | None = option(
+        0, "least priority a request may give, lower is served first; none: the server's own limit", internal=True
+    )
+    max_priority: int | None = option(None, "and the largest", internal=True)
+    kv_floor: int | float | None = option(None, "KV cache that is always available to running requests", unit=_KV)
+    kv_cap: int | float | None = option(None, "the most of it that they may hold", unit=_KV)
+    admin: bool = option(False, "whether the client may use /debug and reset the prefix cache")
 
     def context(self, request_id: str, priority: int | None, cache_salt: str | None) -> RequestContext:
         """Return the engine's context for a request of this client; raise `RequestError` for a priority out of range.
@@ -197,7 +205,10 @@ def _clients(parsed: dict[str, Any]) -> dict[Digest, Client]:
         keys = entry.pop("keys", None)
         if not isinstance(keys, list) or not keys:
             raise ConfigError(f"tenants.{name} needs keys, a list of at least one")
-        client = Client(tenant=name, **_checked_fields(entry, f"tenants.{name}"))
+        try:
+            client = _client(name, entry)
+        except ConfigError as error:
+            raise ConfigError(f"tenants.{name}: {error}") from None
         for number, key in enumerate(keys):
             digest = _file_digest(key, f"tenants.{name}.keys[{number}]")
             if digest in clients:
@@ -226,67 +237,19 @@ def check_key(key: object, where: str) -> None:
         raise ConfigError(f"{where} must be at most {MAX_KEY_LENGTH} printable ASCII characters without spaces")
 
 
-def _checked_fields(entry: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of a `Client` other than its name, with types and ranges checked."""
+def _client(name: str, entry: Mapping[str, Any]) -> Client:
+    """Return the client of a tenant with these fields, apart from its keys; raise `ConfigError` for an invalid one."""
+    options = {each.name: each for each in options_of(Client).values() if not each.internal}
     fields: dict[str, Any] = {}
-    for name, value in entry.items():
-        reader = _READERS.get(name)
-        if reader is None:
-            known = ("keys", *_READERS)
-            raise ConfigError(f"{where} has an unknown field {name[:80]!r}{nearest(name, known)}")
-        fields |= reader(name, value, f"{where}.{name}")
-    return fields
-
-
-def _flag(name: str, value: object, where: str) -> dict[str, Any]:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{where} must be true or false")
-    return {name: value}
-
-
-def _name(name: str, value: object, where: str) -> dict[str, Any]:
-    if not (isinstance(value, str) and _NAME.fullmatch(value)):
-        raise ConfigError(f"{where} must be 1 to 64 letters, digits or ._@:-")
-    return {name: value}
-
-
-def _positive(*kinds: type, words: str) -> FieldReader:
-    def read(name: str, value: object, where: str) -> dict[str, Any]:
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            raise ConfigError(f"{where} must be {words}, got {value!r:.80}")
-        if not 0 < value < inf:  # type: ignore[operator]
-            raise ConfigError(f"{where} must be positive, got {value!r:.80}")
-        return {name: value}
-
-    return read
-
-
-def _kv_amount(name: str, value: object, where: str) -> dict[str, Any]:
-    if isinstance(value, str) and (match := _PERCENT.fullmatch(value)) and 0 < float(match[1]) <= 100:
-        return {name: float(match[1]) / 100}
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(f'{where} must be a positive number of tokens, or a part of the cache such as "10%"')
-    return {name: value}
-
-
-def _priority(name: str, value: object, where: str) -> dict[str, Any]:
-    if not isinstance(value, list) or [type(bound) for bound in value] != [int, int] or value[0] > value[1]:
-        raise ConfigError(f"{where} must be a range such as [0, 10], the lower number first")
-    return {"min_priority": value[0], "max_priority": value[1]}
-
-
-_number, _integer = _positive(int, float, words="a number"), _positive(int, words="an integer")
-# Readers of a tenant's fields other than its keys.
-_READERS: dict[str, FieldReader] = {
-    "admin": _flag,
-    "cache_group": _name,
-    "priority": _priority,
-    "weight": _number,
-    "requests_per_minute": _number,
-    "tokens_per_minute": _number,
-    "max_concurrency": _integer,
-    "max_waiting_requests": _integer,
-    "max_waiting_tokens": _integer,
-    "kv_floor": _kv_amount,
-    "kv_cap": _kv_amount,
-}
+    for field, value in entry.items():
+        if field == "priority":
+            if not isinstance(value, list) or [type(bound) for bound in value] != [int, int] or value[0] > value[1]:
+                raise ConfigError(
+                    f"priority must be a range such as [0, 10], the lower number first, got {shown(value)}"
+                )
+            fields |= {"min_priority": value[0], "max_priority": value[1]}
+        elif field in options:
+            fields[field] = options[field].checked(value)
+        else:
+            raise ConfigError(f"unknown field {shown(field)}{nearest(field, ('keys', 'priority', *options))}")
+    return Client(tenant=name, **fields)
