@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 
 from octavo.cluster.app import create_router_app
 from octavo.cluster.config import RouterConfig
-from octavo.cluster.connections import Answer, Take
+from octavo.cluster.connections import Receiver, ServerAnswer
 from octavo.cluster.relayed_answer import EventTooLargeError, RelayedAnswer, WholeEvents, WorkerLostError
 from octavo.cluster.router import RelayedRequest, Router
 from octavo.cluster.selection import Selection, Ticket
@@ -241,10 +241,10 @@ def test_half_an_event_of_a_server_that_is_lost_is_not_relayed() -> None:
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
 
-    class Lost(Answer):
+    class Lost(ServerAnswer):
         status, headers = 200, ((b"content-type", b"text/event-stream; charset=utf-8"),)
 
-        async def relay(self, take: Take) -> None:
+        async def relay(self, take: Receiver) -> None:
             for chunk in (b"data: 1\n", b"\ndata: 2\n\nda", b"ta: 3"):
                 await take(chunk, False)
             raise ConnectionResetError
@@ -274,10 +274,10 @@ def test_chunks_are_written_to_the_connection_of_a_client_that_reads_them_and_is
 ) -> None:
     events, sent, direct = [b"data: %d\n\n" % number for number in (1, 2, 3)], list[bytes](), list[bytes]()
 
-    class Stream(Answer):
+    class Stream(ServerAnswer):
         status, headers = 200, ((b"content-type", b"text/event-stream"), *more_headers)
 
-        async def relay(self, take: Take) -> None:
+        async def relay(self, take: Receiver) -> None:
             for number, event in enumerate(events):
                 await take(event, number == 2)
 

@@ -1,6 +1,6 @@
 """Connections to the servers, over HTTP/1.1: an answer's bytes are passed on in the callback that receives them.
 
-request ──> a connection that is idle, or a new one ──> Answer: status, headers
+request ──> a connection that is idle, or a new one ──> ServerAnswer: status, headers
                                              bytes ──> take ──> the client;  while it is slow, nothing is read
 """
 
@@ -21,7 +21,7 @@ import httptools
 
 Headers = Sequence[tuple[bytes, bytes]]
 
-Take = Callable[[bytes, bool], Coroutine[Any, Any, None]]
+Receiver = Callable[[bytes, bool], Coroutine[Any, Any, None]]
 """Takes in bytes of a body, and whether they are the last; nothing more is received until it returns."""
 
 _CONNECT_SECONDS = 2.0
@@ -33,7 +33,7 @@ _DELIMITING = {b"content-length", b"transfer-encoding"}
 _CLOSED = "the server has closed the connection"
 
 
-class Answer(ABC):
+class ServerAnswer(ABC):
     """A server's answer, whose status and headers have been received.
 
     Attributes:
@@ -44,7 +44,7 @@ class Answer(ABC):
     headers: Headers = ()
 
     @abstractmethod
-    async def relay(self, take: Take) -> None:
+    async def relay(self, take: Receiver) -> None:
         """Pass on the body as it comes, to its end.
 
         Raises:
@@ -77,7 +77,7 @@ class Connections:
     @asynccontextmanager
     async def request(
         self, method: str, target: str, headers: Headers = (), body: bytes = b""
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[ServerAnswer]:
         """Send a request, and wait for the head of its answer; if the body is not read to its end, it is broken off.
 
         Raises:
@@ -125,12 +125,12 @@ class Connections:
         self._idle.pop(connection, None)
 
 
-class _Connection(asyncio.Protocol, Answer):
+class _Connection(asyncio.Protocol, ServerAnswer):
     """One connection, which has one request at a time and is its answer."""
 
     def __init__(self, on_lost: Callable[[_Connection], None]) -> None:
         self._on_lost = on_lost
-        self._take: Take | None = None  # while the body is relayed
+        self._take: Receiver | None = None  # while the body is relayed
         self._taking: asyncio.Task[None] | None = None  # while that waits
         self._begin()
         self._waiter.cancel()  # nobody waits yet
@@ -151,7 +151,7 @@ class _Connection(asyncio.Protocol, Answer):
 
     async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> None:
         """Send a request, and wait for the head of the answer; raises `OSError`."""
-        lines = [(b"%b %b HTTP/1.1" % (method.encode(), target.encode("latin-1")))]
+        lines = [b"%b %b HTTP/1.1" % (method.encode(), target.encode("latin-1"))]
         lines += [b"%b: %b" % header for header in headers]
         head = b"\r\n".join((*lines, b"content-length: %d\r\n\r\n" % len(body)))
         if head.count(b"\n") != len(lines) + 2:
@@ -163,7 +163,7 @@ class _Connection(asyncio.Protocol, Answer):
         self._transport.write(head + body)
         await self._waiter
 
-    async def relay(self, take: Take) -> None:
+    async def relay(self, take: Receiver) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         self._take = take
         self._go_on()
@@ -232,7 +232,7 @@ class _Connection(asyncio.Protocol, Answer):
         if self._error is not None and self._taking is None and not self._waiter.done():
             self._waiter.set_exception(ConnectionError(str(self._error)))
 
-    def _pass_on(self, take: Take) -> None:
+    def _pass_on(self, take: Receiver) -> None:
         received, is_last = self._received, self._is_whole
         self._received = []
         taking = take(received[0] if len(received) == 1 else b"".join(received), is_last)
@@ -249,10 +249,11 @@ class _Connection(asyncio.Protocol, Answer):
 
     def _was_slow(self, task: asyncio.Task[None], is_last: bool) -> None:
         self._taking = None
+        if self._waiter.done() or task.cancelled():
+            return
+        self._taken(task.exception(), is_last)
         if not self._waiter.done():
-            self._taken(task.exception(), is_last)
-            if not self._waiter.done():
-                self._go_on()
+            self._go_on()
 
     def _taken(self, error: BaseException | None, is_last: bool) -> None:
         if error is not None:

@@ -25,7 +25,7 @@ from starlette.types import Message, Scope
 
 from octavo.cluster.app import create_router_app
 from octavo.cluster.config import RouterConfig
-from octavo.cluster.connections import Answer, Connections, Headers, Take
+from octavo.cluster.connections import Connections, Headers, Receiver, ServerAnswer
 from octavo.cluster.router import Readers, Router
 from octavo.cluster.selection import Selection
 from octavo.cluster.workers import RoutedPrompt, Worker, Workers
@@ -234,7 +234,9 @@ class _AllReplicas(Worker):
     replicas: Any = None
 
     @asynccontextmanager
-    async def post(self, target: str, headers: Headers, body: bytes, prompt: RoutedPrompt) -> AsyncIterator[Answer]:
+    async def post(
+        self, target: str, headers: Headers, body: bytes, prompt: RoutedPrompt
+    ) -> AsyncIterator[ServerAnswer]:
         for attempt in range(_MOST_TRIES):
             items = self.replicas.answer.remote(target, headers, body, prompt=prompt)
             answer = _HandleAnswer(items)
@@ -250,7 +252,7 @@ class _AllReplicas(Worker):
             items.cancel()
 
 
-class _HandleAnswer(Answer):
+class _HandleAnswer(ServerAnswer):
     """An answer from a handle's items."""
 
     def __init__(self, items: Any) -> None:
@@ -260,7 +262,7 @@ class _HandleAnswer(Answer):
         first, *self._pieces = await anext(self._items)
         self.status, self.headers = first["status"], first.get("headers", ())
 
-    async def relay(self, take: Take) -> None:
+    async def relay(self, take: Receiver) -> None:
         await take(self._joined(self._pieces), False)
         try:
             async for pieces in self._items:

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from octavo.cluster.connections import Answer, Headers
+from octavo.cluster.connections import Headers, ServerAnswer
 from octavo.cluster.router import OF_CONNECTION, NoWorkerError, RelayedRequest, Router
 from octavo.cluster.selection import Ticket
 from octavo.server.apis import EVENTS, REQUEST_ID_HEADER, api_of
@@ -134,7 +134,7 @@ class RelayedAnswer:
             stats.broken_streams += 1
             raise WorkerLostError from error
 
-    async def _relay(self, answer: Answer, ticket: Ticket, send: Send) -> None:
+    async def _relay(self, answer: ServerAnswer, ticket: Ticket, send: Send) -> None:
         headers = [header for header in answer.headers if header[0] not in _NOT_RETURNED]
         self._is_stream = dict(headers).get(b"content-type", b"").startswith(EVENTS.encode())
         self._started = True

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from octavo.cluster.config import RouterConfig, checked_url
-from octavo.cluster.connections import Answer, Connections, Headers
+from octavo.cluster.connections import Connections, Headers, ServerAnswer
 from octavo.errors import ConfigError
 from octavo.server.routers import WORKER_PATH
 
@@ -90,7 +90,7 @@ class Worker:
 
     def post(
         self, target: str, headers: Headers, body: bytes, prompt: RoutedPrompt
-    ) -> AbstractAsyncContextManager[Answer]:
+    ) -> AbstractAsyncContextManager[ServerAnswer]:
         """Send a request; `prompt` is what the router knows of its prompt."""
         return self.connections.request("POST", target, headers, body)
 
