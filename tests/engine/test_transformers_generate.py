@@ -48,7 +48,7 @@ SMOLLM2_PROMPTS = [
 ]  # fmt: skip
 
 # Beyond the native families: attention without RoPE, and experts.
-THROUGH_TRANSFORMERS = ("GPT2", "HunYuanMoEV1")
+THROUGH_TRANSFORMERS = ("GPT2", "Phimoe")
 
 
 def generate(model: Any, prompts: list[list[int]], num_tokens: int, **options: Any) -> list[list[int]]:
