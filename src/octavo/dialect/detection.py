@@ -37,11 +37,13 @@ class TemplateCalls:
         format: None if it has none, or an unknown one.
         as_text: whether it wants a call's arguments as JSON text instead of an object.
         are_dropped: whether it leaves out the calls of earlier messages.
+        one_a_message: whether it refuses a message with two calls, or leaves the second out.
     """
 
     format: CallFormat | None = None
     as_text: bool = False
     are_dropped: bool = False
+    one_a_message: bool = False
 
 
 def template_calls(render: Render, template: str) -> TemplateCalls:
@@ -61,7 +63,7 @@ def template_calls(render: Render, template: str) -> TemplateCalls:
             found = described
         if found is None and (begun := _after_prompt(render, written)):
             found = next((each for each in CALL_FORMATS if each.unmarked and _reads(each, begun)), None)
-        return TemplateCalls(found, as_text)
+        return TemplateCalls(found, as_text, one_a_message=_writes_one(render, as_text=as_text))
     # It refuses calls in earlier messages; they may be written out there.
     if described is not None and _rendered(render, with_calls_written(_chat(_ARGUMENTS), described)) is not None:
         return TemplateCalls(described, are_dropped=True)
@@ -98,6 +100,16 @@ def _written(render: Render, *, as_text: bool, call_id: str = "call00000") -> st
     """Return the text of a call in a rendered chat, from the question to the result; None if it cannot be rendered."""
     text = _rendered(render, _chat(json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS, call_id))
     return None if text is None else text.rpartition(_QUESTION)[2].partition(_RESULT)[0]
+
+
+def _writes_one(render: Render, *, as_text: bool) -> bool:
+    """Whether the template writes only one of two calls in a message."""
+    question, calling, result = _chat(json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS)
+    (call,) = calling["tool_calls"]
+    second = {**call, "id": "call00001", "function": {**call["function"], "name": "octavo_second"}}
+    results = [result, {**result, "tool_call_id": "call00001", "name": "octavo_second"}]
+    both = _rendered(render, [question, {**calling, "tool_calls": [call, second]}, *results])
+    return both is None or "octavo_second" not in both.partition(_RESULT)[0]
 
 
 def _chat(arguments: Any, call_id: str = "call00000") -> list[dict[str, Any]]:

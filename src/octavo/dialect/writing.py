@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from octavo.dialect.formats import CallFormat
@@ -64,6 +65,39 @@ def with_calls_written(messages: Sequence[dict[str, Any]], calls: CallFormat) ->
             message = {**kept, "content": f"{message['content']}\n{written}".lstrip()}
         chat.append(message)
     return chat
+
+
+def with_single_calls(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return a chat for a template that writes one call of a message, and the place in it of each message.
+
+    A message with several calls becomes one for each, with its result after it.
+    """
+    chat: list[dict[str, Any]] = []
+    places = [0] * len(messages)
+    waiting: list[int] = []  # results that were moved
+
+    def add(message: dict[str, Any], index: int) -> None:
+        places[index] = len(chat)
+        chat.append(message)
+
+    for i, message in enumerate(messages):
+        made = message.get("tool_calls") or []
+        if len(made) < 2:
+            if i in waiting:
+                waiting.remove(i)
+            else:
+                add(message, i)
+            continue
+        results = list(takewhile(lambda j: messages[j]["role"] == "tool", range(i + 1, len(messages))))
+        for call in made:
+            said = message if call is made[0] else {"role": "assistant", "content": ""}
+            add({**said, "tool_calls": [call]}, i)
+            found = next((j for j in results if messages[j].get("tool_call_id") == call.get("id")), None)
+            if found is not None:
+                results.remove(found)
+                waiting.append(found)
+                add(messages[found], found)
+    return chat, places
 
 
 def without_system_messages(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:

@@ -139,6 +139,26 @@ def test_a_template_that_leaves_calls_out_gets_them_in_their_messages() -> None:
     assert chat.messages[1]["content"].startswith("<|tool_call_start|>[weather(place=")
 
 
+@pytest.mark.parametrize("loop", ["{{ raise_exception('single') if m.tool_calls | length > 1 }}", "", None])
+def test_calls_of_one_message_are_told_one_by_one_if_the_template_takes_one(loop: str | None) -> None:
+    """Llama 3.1's refuses two, gpt-oss's leaves the second out."""
+    template = CHATML.replace("CALL", HERMES) + "{{ '' if tools }}"
+    if loop is not None:
+        template = template.replace("for c in m.tool_calls or []", "for c in (m.tool_calls or [])[:1]")
+        template = template.replace("{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}" + loop + "{% endif %}")
+    second = {**CALL, "id": "call00001", "function": {"name": "second", "arguments": {}}}
+    results = [{**RESULT, "tool_call_id": "call00001", "content": "two"}, {**RESULT, "content": "one"}]
+    calling = {**CALLING, "content": "I look.", "tool_calls": [CALL, second]}
+    chat = dialects(template).chat([USER, calling, *results, USER], TOOLS)
+    if loop is None:
+        assert chat.messages == [USER, calling, *results, USER]
+        return
+    told = [each["content"] or each["tool_calls"][0]["function"]["name"] for each in chat.messages[1:]]
+    assert told == ["I look.", "one", "second", "two", "How is it?"]
+    assert list(chat.places) == [0, 3, 4, 2, 5]
+    assert render_chat(template, chat.messages)
+
+
 def test_a_template_without_system_messages_gets_them_from_the_user() -> None:
     found = dialects(WITHOUT_SYSTEM)
     system = {"role": "system", "content": "Be brief."}

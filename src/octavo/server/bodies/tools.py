@@ -12,7 +12,12 @@ from octavo.dialect.constraint import calls_grammar
 from octavo.dialect.detection import Render, TemplateCalls, reasoning_marks, takes_system_messages, template_calls
 from octavo.dialect.formats import CallFormat, call_format, reasoning_format
 from octavo.dialect.parser import Dialect
-from octavo.dialect.writing import with_calls_written, with_tools_described, without_system_messages
+from octavo.dialect.writing import (
+    with_calls_written,
+    with_single_calls,
+    with_tools_described,
+    without_system_messages,
+)
 from octavo.errors import FieldError, shown
 from octavo.request_limits import RequestLimits
 from octavo.server.bodies.fields import Declared, taken
@@ -290,6 +295,7 @@ class Dialects:
     ) -> None:
         written = template_calls(render, template) if template and render is not None else TemplateCalls()
         self._arguments_as_text, self._calls_are_dropped = written.as_text, written.are_dropped
+        self._one_call_a_message = written.one_a_message
         self._takes_system_messages = render is None or not template or takes_system_messages(render)
         marks = reasoning_marks(render, template) if template and render is not None else template
         self._reasoning = reasoning_format(reasoning_parser, marks)
@@ -344,17 +350,21 @@ class Dialects:
         if self._calls is not None and self._calls.channels:
             messages = [_with_one_analysis(each) for each in messages]
         passed, added = tools.tools or None, 0
+        split: Sequence[int] = range(len(messages))
         if tools and self._calls is not None and not self._template_knows_tools:
             described = with_tools_described(messages, tools.tools, self._calls)
             messages, passed, added = described, None, len(described) - len(messages)
-        elif self._arguments_as_text:
-            messages = [_with_text_arguments(each) for each in messages]
         elif self._calls_are_dropped and self._calls is not None:
             messages = with_calls_written(messages, self._calls)
+        else:
+            if self._one_call_a_message:
+                messages, split = with_single_calls(messages)
+            if self._arguments_as_text:
+                messages = [_with_text_arguments(each) for each in messages]
         places: Sequence[int] = range(len(messages))
         if not self._takes_system_messages:
             messages, places = without_system_messages(messages)
-        return RenderedChat(messages, passed, places[added:])
+        return RenderedChat(messages, passed, [places[added + each] for each in split])
 
     def of_answer(self, calls: CallFormat | None, tools: ToolUse, prompt: str) -> Dialect:
         """Return the dialect that parses the answer to a rendered prompt."""
