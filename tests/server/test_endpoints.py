@@ -90,7 +90,10 @@ def test_tokenize_takes_chats_and_shows_tokens(server: Running) -> None:
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}])
 def test_tokenize_takes_either_a_prompt_or_messages(server: Running, body: dict[str, Any]) -> None:
-    assert "either prompt or messages" in server.error("/tokenize", body, 400)["message"]
+    assert (
+        "prompt must be given, or messages, or llama.cpp's content: one of them, got"
+        in server.error("/tokenize", body, 400)["message"]
+    )
 
 
 def test_detokenize_refuses_ids_out_of_the_vocabulary(server: Running) -> None:

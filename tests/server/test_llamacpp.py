@@ -178,7 +178,7 @@ def test_a_wrong_infill_is_refused(infilling: Running, body: dict[str, Any], say
 def test_a_model_without_tokens_for_it_cannot_fill_in(server: Running) -> None:
     response = server.post("/infill", {"input_prefix": "a", "input_suffix": "b"})
     assert response.status_code == 400
-    assert "cannot fill in the middle" in response.json()["error"]["message"]
+    assert "input_prefix needs a model that can fill in the middle" in response.json()["error"]["message"]
 
 
 def test_an_error_in_a_stream_is_an_event(start_server: Callable[..., Running]) -> None:

@@ -172,7 +172,7 @@ class InputProcessor:
         check_limits(params, self.config.limits)
         self.config.limits.check_structured_outputs(params.structured_outputs)
         if params.structured_outputs is not None and self.grammars is None:
-            raise RequestError("this engine does not serve structured outputs", param="structured_outputs")
+            raise FieldError("structured_outputs", "are not served by this engine")
         check_token_ids(params.stop_token_ids, self.vocab_size, "stop_token_ids")
         check_token_ids(params.logit_bias or (), self.vocab_size, "logit_bias")
         check_token_ids(params.allowed_token_ids or (), self.vocab_size, "allowed_token_ids")

@@ -30,7 +30,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.engine.live import LiveView, computed_by, describe_block, describe_request
-from octavo.errors import shortened
+from octavo.errors import FieldError, shortened, shown
 from octavo.observe.stats import EngineStats, Histogram
 from octavo.scheduler.scheduler import Scheduler
 from octavo.server.access import AcceptedKeys
@@ -47,21 +47,21 @@ MOST_PAGES = 8
 # Share of the engine's time that all open pages together may take, for looking and for formatting what was seen.
 _SHARE = 0.009
 _QUIET_S = 2.0
-_PAGES = {
-    "/": ("chat.html", "A page to chat with the model"),
-    "/cache": ("page.html", "A page that shows the KV cache and the requests as they are"),
-    "/docs": ("docs.html", "A page that shows this description"),
+_PAGES = {"chat.html": "/", "page.html": "/cache", "docs.html": "/docs"}
+_FILES = {
+    "chat.html": "A page to chat with the model",
+    "page.html": "A page that shows the KV cache and the requests as they are",
+    "docs.html": "A page that shows this description",
+    "chat.js": "The chat page's script",
+    "chat.css": "The chat page's style",
+    "blocks.js": "The cache page's script for the blocks",
+    "details.js": "Its script for what is chosen and what has happened",
+    "page.js": "Its main script",
+    "page.css": "Its style",
+    "docs.js": "The script of the description's page",
+    "docs.css": "Its style",
 }
-_LOADED = {
-    "chat.js": ("text/javascript", "The chat page's script"),
-    "chat.css": ("text/css", "The chat page's style"),
-    "blocks.js": ("text/javascript", "The cache page's script for the blocks"),
-    "details.js": ("text/javascript", "Its script for what is chosen and what has happened"),
-    "page.js": ("text/javascript", "Its main script"),
-    "page.css": ("text/css", "Its style"),
-    "docs.js": ("text/javascript", "The script of the description's page"),
-    "docs.css": ("text/css", "Its style"),
-}
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 # As many as the page draws of a request's block tables.
 _MOST_IDS = 256
 _ID = re.compile(r"\d{1,9}", re.ASCII)
@@ -103,17 +103,11 @@ class LivePage(Handlers):
         self._shows_text = shows_text
 
     def endpoints(self) -> list[Endpoint]:
-        return [
-            *(
-                Endpoint("GET", path, partial(_served, name, "text/html"), "text/html", summary, Access.PUBLIC)
-                for path, (name, summary) in _PAGES.items()
-            ),
-            *(
-                Endpoint("GET", f"/live/{name}", partial(_served, name, kind), kind, summary, Access.PUBLIC)
-                for name, (kind, summary) in _LOADED.items()
-            ),
-            *super().endpoints(),
-        ]
+        files = []
+        for name, summary in _FILES.items():
+            path, kind = _PAGES.get(name, f"/live/{name}"), _TYPES[Path(name).suffix]
+            files.append(Endpoint("GET", path, partial(_served, name, kind), kind, summary, Access.PUBLIC))
+        return [*files, *super().endpoints()]
 
     @get("/live/events", "text/event-stream", access=Access.OPERATOR)
     async def events(self, request: Request) -> Response:
@@ -134,7 +128,8 @@ class LivePage(Handlers):
         """The request that computed each of the given blocks."""
         asked = request.query_params.get("ids", "")
         if not _IDS.fullmatch(asked):
-            raise ApiError(400, f"ids must be 1 to {_MOST_IDS} block numbers, separated by commas.", param="ids")
+            problem = f"must be 1 to {_MOST_IDS} block numbers, separated by commas, got {shown(asked)}"
+            raise FieldError("ids", problem)
         block_ids = [int(number) for number in asked.split(",")]
         found = await self._engine.ask(lambda core: computed_by(core.scheduler, block_ids))
         return json_response({"computed_by": found})

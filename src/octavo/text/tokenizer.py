@@ -169,8 +169,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the text contains the lone surrogate {error.object[error.start]!a} at character {error.start}, "
-                "which is not valid Unicode",
+                f"the text must be valid Unicode, got the lone surrogate {error.object[error.start]!a} at character "
+                f"{error.start}",
                 param="prompt",
             ) from error
         if len(text) < _LONG_TEXT:

@@ -281,8 +281,8 @@ class BodyReader:
 
     def tokenize(self, raw: bytes) -> ReadAnswer:
         body, _ = self._parse(TokenizeBody, raw)
-        if [body.prompt, body.content, body.messages].count(None) != 2:
-            raise RequestError("give either prompt or messages, or llama.cpp's content", param="prompt")
+        if (given := 3 - [body.prompt, body.content, body.messages].count(None)) != 1:
+            raise FieldError("prompt", f"must be given, or messages, or llama.cpp's content: one of them, got {given}")
         if body.messages is not None:
             messages = checked_messages(body.messages, self._limits)
             tools = checked_tools(body.tools, None, self._limits)

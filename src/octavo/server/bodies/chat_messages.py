@@ -79,7 +79,7 @@ def text_of(content: Any, where: str, kinds: Collection[str] = _TEXT_PARTS) -> s
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise FieldError(where, "must be a string or a list of text parts")
+        raise FieldError(where, f"must be a string or a list of text parts, got {shown(content)}")
     return "\n".join(part_text(part, f"{where}[{i}]", kinds) for i, part in enumerate(content))
 
 
@@ -94,7 +94,7 @@ def part_text(part: Any, where: str, kinds: Collection[str] = _TEXT_PARTS) -> st
     name = "refusal" if kind == "refusal" else "text"
     text = part.get(name)
     if not isinstance(text, str):
-        raise FieldError(f"{where}.{name}", "must be a string")
+        raise FieldError(f"{where}.{name}", f"must be a string, got {shown(text)}")
     return text
 
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from octavo.errors import FieldError, RequestError, shown
+from octavo.errors import FieldError, shown
 from octavo.server.bodies.fields import EXAMPLE_CHAT, RequestBody, StreamedBody, taken, unsupported
 from octavo.server.bodies.foreign_fields import OLLAMA_OPTIONS
 from octavo.server.bodies.openai_bodies import OF_ONE_ANSWER, dimensions_of, tools_of
@@ -72,11 +72,11 @@ def _biases(given: Any) -> dict[str, float] | None:
     elif isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given):
         pairs = given
     else:
-        raise FieldError("logit_bias", "must be a list of [token id, bias], or an object")
+        raise FieldError("logit_bias", f"must be a list of [token id, bias], or an object, got {shown(given)}")
     biases = {}
     for token, bias in pairs:
         if isinstance(token, bool) or not isinstance(token, int | str) or not isinstance(bias, int | float):
-            raise FieldError("logit_bias", "must have token ids and numbers, or false")
+            raise FieldError("logit_bias", f"must have token ids and numbers, or false, got {shown([token, bias])}")
         try:
             biases[str(token)] = _NEVER if bias is False else float(bias)
         except OverflowError:
@@ -144,10 +144,10 @@ class InfillTokens:
                 prefix, suffix, middle = ids
                 separator = next(iter(_token_ids(tokenizer, _FILE_SEPARATORS)), None)
                 return cls(prefix, suffix, middle, separator, (*ids, *_token_ids(tokenizer, _ENDS)))
-        raise RequestError(
-            "this model cannot fill in the middle: its vocabulary has no tokens for a prefix, a suffix and a middle, "
-            f"such as {_FAMILIES[0][0]}",
-            param="input_prefix",
+        raise FieldError(
+            "input_prefix",
+            "needs a model that can fill in the middle: this one's vocabulary has no tokens for a prefix, a suffix and "
+            f"a middle, such as {_FAMILIES[0][0]}",
         )
 
     def prompt(self, body: InfillBody, tokenizer: TokenizerLike, most: int) -> list[int]:
@@ -171,7 +171,7 @@ class InfillTokens:
             name, text = file.get("filename", ""), file.get("text", "")
             if not isinstance(name, str) or not isinstance(text, str):
                 where = f"input_extra[{place}]"
-                raise FieldError(where, "must have a text and a filename, which are strings")
+                raise FieldError(where, f"must have a text and a filename, which are strings, got {shown(file)}")
             if self.file_separator is not None:
                 token_ids.append(self.file_separator)
             token_ids += tokenizer.encode(f"{name}\n{text}\n" if name else f"{text}\n", False)

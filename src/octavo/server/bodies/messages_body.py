@@ -153,7 +153,7 @@ def _tool_result(block: dict[str, Any], where: str) -> dict[str, Any]:
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
-        raise FieldError(f"{where}.input", "must be an object")
+        raise FieldError(f"{where}.input", f"must be an object, got {shown(arguments)}")
     if not isinstance(name := block.get("name"), str) or not name:
         raise FieldError(f"{where}.name", f"must be the name of a tool, got {shown(name)}")
     function = {"name": name, "arguments": arguments}
@@ -173,7 +173,9 @@ def _response_format(form: Any) -> dict[str, Any] | None:
     if form is None:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-        raise FieldError("output_config.format", 'must be {"type": "json_schema", "schema": {…}}')
+        raise FieldError(
+            "output_config.format", f'must be {{"type": "json_schema", "schema": {{…}}}}, got {shown(form)}'
+        )
     return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
 
 

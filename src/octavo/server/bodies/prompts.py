@@ -51,13 +51,13 @@ def split_prompts(prompt: Any, param: str = "prompt") -> list[str | list[int]]:
     if isinstance(prompt, str):
         prompts: list[Any] = [prompt]
     elif not isinstance(prompt, list):
-        raise FieldError(param, f"{_PROMPT_FORMS}")
+        raise FieldError(param, f"{_PROMPT_FORMS}, got {shown(prompt)}")
     elif _all_of_type(prompt, int) and prompt:
         prompts = [prompt]
     elif _all_of_type(prompt, str) or _are_token_id_lists(prompt):
         prompts = prompt
     else:
-        raise FieldError(param, f"{_PROMPT_FORMS}")
+        raise FieldError(param, f"{_PROMPT_FORMS}, got {shown(prompt)}")
     if not prompts or not all(prompts):
         raise FieldError(param, "must not be empty")
     return prompts

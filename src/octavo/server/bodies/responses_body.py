@@ -187,7 +187,7 @@ class ResponsesBody(Accounted, StreamedBody):
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         if not isinstance(self.input, list) or not all(isinstance(item, dict) for item in self.input):
-            raise FieldError("input", "must be a string or a list of items")
+            raise FieldError("input", f"must be a string or a list of items, got {shown(self.input)}")
         return self.input
 
     def chat(self, items: list[dict[str, Any]]) -> dict[str, Any]:

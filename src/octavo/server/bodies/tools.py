@@ -117,15 +117,15 @@ def _checked_name(tool: dict[str, Any], where: str) -> str:
         raise FieldError(where, f"of type {shown(tool.get('type'))} is not supported by this server, only 'function'")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise FieldError(f"{where}.function", "must be an object")
+        raise FieldError(f"{where}.function", f"must be an object, got {shown(function)}")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise FieldError(f"{where}.function.name", f"must be 1 to 128 letters, digits, _, ., : or -, got {shown(name)}")
-    if not isinstance(function.get("description", ""), str | None):
-        raise FieldError(f"{where}.function.description", "must be a string")
+    if not isinstance(description := function.get("description"), str | None):
+        raise FieldError(f"{where}.function.description", f"must be a string, got {shown(description)}")
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise FieldError(f"{where}.function.parameters", "must be a JSON Schema")
+        raise FieldError(f"{where}.function.parameters", f"must be a JSON Schema, got {shown(parameters)}")
     return name
 
 
@@ -143,7 +143,7 @@ def _types(schema: Any) -> dict[str, str]:
 def checked_calls(calls: Any, where: str, limits: RequestLimits) -> list[dict[str, Any]]:
     """Return the calls of an assistant's message with their arguments as objects, as templates expect."""
     if not isinstance(calls, list):
-        raise FieldError(where, "must be a list of tool calls")
+        raise FieldError(where, f"must be a list of tool calls, got {shown(calls)}")
     limits.check_messages(len(calls), "tool calls in one message")
     return [_checked_call(call, f"{where}[{i}]", limits) for i, call in enumerate(calls)]
 
@@ -152,7 +152,7 @@ def _checked_call(call: Any, where: str, limits: RequestLimits) -> dict[str, Any
     function = call.get("function") if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
-        raise FieldError(where, "must be a call of a function with a name")
+        raise FieldError(where, f"must be a call of a function with a name, got {shown(call)}")
     limits.check_name(f"{where}.function.name", name)
     if isinstance(identifier := call.get("id"), str):
         limits.check_name(f"{where}.id", identifier)
@@ -166,7 +166,7 @@ def _checked_call(call: Any, where: str, limits: RequestLimits) -> dict[str, Any
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise FieldError(f"{where}.function.arguments", "must be a JSON object")
+        raise FieldError(f"{where}.function.arguments", f"must be a JSON object, got {shown(arguments)}")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
