@@ -618,17 +618,15 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
 _WRAPPERS = frozenset(
     f"{name}ForConditionalGeneration"
     for name in (
-        *(
-            "Gemma3",
-            "InternVL",
-            "Llava",
-            "LlavaOnevision",
-            "Mistral3",
-            "Qwen2VL",
-            "Qwen2_5_VL",
-            "Qwen3VL",
-            "Qwen3VLMoe",
-        ),
+        "Gemma3",
+        "InternVL",
+        "Llava",
+        "LlavaOnevision",
+        "Mistral3",
+        "Qwen2VL",
+        "Qwen2_5_VL",
+        "Qwen3VL",
+        "Qwen3VLMoe",
     )
 )
 # The families of their text models, by what `model_type` calls these.
