@@ -43,7 +43,7 @@ def row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
 
     Of latent attention's, the rotated rows of a head come first in the decoder, and last in files.
 
-    In a fused projection, those of values follow as they are.
+    In a fused projection of queries, keys and values, the rows of values come last and keep their order.
 
     Rows of a fused projection may be ordered by head, | q k v | q k v |, instead of | q q | k k | v v |.
 
