@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 
 from octavo.checkpoint.config_fields import uniform_size
-from octavo.checkpoint.families import GGUF_TEXT_MODELS, NATIVE_ARCHITECTURES
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.model_config import (
     ExpertsConfig,
@@ -21,6 +21,7 @@ from octavo.checkpoint.model_config import (
 )
 from octavo.checkpoint.native_architecture import NativeArchitecture
 from octavo.checkpoint.tensor_names import TensorNames
+from octavo.checkpoint.text_models import GGUF_TEXT_MODELS
 from octavo.errors import CorruptModelError, UnsupportedModelError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
-from octavo.checkpoint.families import NATIVE_ARCHITECTURES, native_architecture
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.hf_positions import layer_ropes, layer_windows, partial_rotary
 from octavo.checkpoint.kv_cache_scheme import kv_cache_scheme_dtype, only_kv_cache_scheme
 from octavo.checkpoint.model_config import (
@@ -27,6 +27,7 @@ from octavo.checkpoint.model_config import (
 )
 from octavo.checkpoint.native_architecture import NativeArchitecture
 from octavo.checkpoint.tensor_names import TensorNames
+from octavo.checkpoint.text_models import native_architecture
 from octavo.errors import CorruptModelError, ModelNotFoundError, OctavoError, UnsupportedModelError, shown
 
 # Far above any model's, and few enough that a configuration with more is refused before memory is made for each.

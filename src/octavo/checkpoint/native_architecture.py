@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from octavo.checkpoint.model_config import LayerDescription
@@ -43,7 +43,7 @@ class Experts(NamedTuple):
     deepseek: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class NativeArchitecture:
     """An architecture that the native decoder runs.
 
@@ -78,6 +78,7 @@ class NativeArchitecture:
 
     model_type: str
     gguf_name: str | None
+    _: KW_ONLY
     layer: LayerDescription = field(default_factory=LayerDescription)
     names: TensorNames = field(default_factory=TensorNames)
     biased: Literal["qkv", "mlp", "none"] = "none"
@@ -98,3 +99,26 @@ class NativeArchitecture:
     scales_embedding: bool = False
     head_dim_scaled_layers: int | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def config_defaults(
+    others: Mapping[str, Any] | None = None,
+    /,
+    *,
+    ids: tuple[int | None, int | list[int]] | None = None,
+    eps: float | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    experts: tuple[int, ...] = (),
+    **stated: Any,
+) -> dict[str, Any]:
+    """Return the defaults of a row: `others`, such as another row's, and what is stated, under `config.json`'s keys.
+
+    Args:
+        ids: of the tokens that begin and end a text.
+        experts: their number, how many of them a token uses and, if it has a key of its own, their width.
+    """
+    keys: dict[str, Any] = {"rms_norm_eps": eps, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    keys |= zip(("bos_token_id", "eos_token_id"), ids or (), strict=False)
+    keys |= zip(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), experts, strict=False)
+    return {**(others or {}), **{key: value for key, value in keys.items() if value is not None}, **stated}

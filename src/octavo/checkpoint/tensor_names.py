@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 # Tensors outside the layers, and those inside a layer: part, Hugging Face's name in Llama, GGUF's.
@@ -64,7 +64,7 @@ class TensorNames:
     """
 
     changed: Mapping[str, str] = field(default_factory=dict)
-    fused: frozenset[str] = frozenset()
+    fused: Set[str] = frozenset()
     layers: str = "model.layers"
 
     def hf(self, part: str, layer: int | None = None, expert: int | None = None) -> str:

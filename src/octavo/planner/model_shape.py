@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.checkpoint.config_fields import ConfigFields
-from octavo.checkpoint.families import NATIVE_ARCHITECTURES, text_architecture
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.kv_cache_scheme import only_kv_cache_scheme
 from octavo.checkpoint.model_config import LatentConfig, ModelConfig
 from octavo.checkpoint.share import kv_heads_of, query_heads_of
+from octavo.checkpoint.text_models import text_architecture
 from octavo.errors import UnsupportedModelError
 from octavo.kvcache.formats import kv_dtype
 from octavo.kvcache.spec import LayerKVSpec
