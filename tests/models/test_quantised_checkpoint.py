@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +29,23 @@ Parts = dict[str, torch.Tensor]
 GROUP = 32
 
 
-def pack(numbers: list[int], bits: int) -> int:
-    """Numbers in an int32, the first in its lowest bits."""
-    word = sum(number << bits * place for place, number in enumerate(numbers))
-    return word - (1 << 32) if word >= 1 << 31 else word
-
-
 def packed_rows(rows: list[list[int]], bits: int = 4) -> torch.Tensor:
-    each = 32 // bits
-    return torch.tensor(
-        [[pack(row[i : i + each], bits) for i in range(0, len(row), each)] for row in rows], dtype=torch.int32
-    )
+    """Numbers in int32, the first in the lowest bits, without a gap."""
+    words = [sum(number << bits * place for place, number in enumerate(row)) for row in rows]
+    packed = [word.to_bytes(len(row) * bits // 8, "little") for word, row in zip(words, rows, strict=True)]
+    return torch.from_numpy(np.frombuffer(b"".join(packed), np.int32).reshape(len(rows), -1).copy())
 
 
-def fp8_in_blocks(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+def fp8_in_blocks(
+    weight: torch.Tensor, block: tuple[int, int] = (16, 16), part: str = "weight_scale_inv"
+) -> tuple[Parts, torch.Tensor]:
     quants = (weight * 50).to(torch.float8_e4m3fn)
-    rows, columns = (-(-size // 16) for size in weight.shape)
-    scales = torch.rand(rows, columns) * 0.04
+    scales = torch.rand([-(-size // step) for size, step in zip(weight.shape, block, strict=True)]) * 0.04
     meant = quants.float().clone()
     for row in range(weight.shape[0]):
         for column in range(weight.shape[1]):
-            meant[row, column] *= scales[row // 16, column // 16]
-    return {"weight": quants, "weight_scale_inv": scales}, meant
+            meant[row, column] *= scales[row // block[0], column // block[1]]
+    return {"weight": quants, part: scales}, meant
 
 
 def fp8_in_channels(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
@@ -62,48 +58,60 @@ def int8(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     return {"weight": quants, "weight_scale": torch.tensor([0.02])}, quants.float() * 0.02
 
 
-def _quants(weight: torch.Tensor) -> tuple[list[list[int]], torch.Tensor]:
-    """Four bits of each weight, and a scale for each group of inputs: [out][in], [out, groups]."""
-    quants = (weight * 4 + 8).round().clamp(0, 15).int()
+def mixed(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    return (fp8_in_channels if weight.shape[0] == weight.shape[1] else int8)(weight)
+
+
+def _quants(weight: torch.Tensor, bits: int = 4) -> tuple[list[list[int]], torch.Tensor]:
+    """The bits of each weight, and a scale for each group of inputs: [out][in], [out, groups]."""
+    half = 1 << bits - 1
+    quants = ((weight + 2) * half / 2).round().clamp(0, 2 * half - 1).int()
     return quants.tolist(), torch.rand(len(weight), weight.shape[1] // GROUP) * 0.3
 
 
-def packed(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
-    quants, scales = _quants(weight)
-    meant = [[(q - 8) * scales[o, i // GROUP].item() for i, q in enumerate(row)] for o, row in enumerate(quants)]
-    parts = {"weight_packed": packed_rows(quants), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
-    return parts, torch.tensor(meant)
+def packed(weight: torch.Tensor, bits: int = 4, ordered: bool = False) -> tuple[Parts, torch.Tensor]:
+    quants, scales = _quants(weight, bits)
+    order = torch.randperm(weight.shape[1]) if ordered else torch.arange(weight.shape[1])
+    group, zero = order // GROUP, 1 << bits - 1
+    meant = [[(q - zero) * scales[o, group[i]].item() for i, q in enumerate(row)] for o, row in enumerate(quants)]
+    parts = {
+        "weight_packed": packed_rows(quants, bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return parts | ({"weight_g_idx": group.int()} if ordered else {}), torch.tensor(meant)
 
 
-def packed_with_zeros(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+def packed_with_zeros(weight: torch.Tensor, ordered: bool = False) -> tuple[Parts, torch.Tensor]:
     quants, scales = _quants(weight)
     zeros = torch.randint(0, 16, scales.shape)
+    parts, _ = packed(weight, ordered=ordered)
+    group = parts.get("weight_g_idx", torch.arange(weight.shape[1]) // GROUP)
     meant = [
-        [(q - int(zeros[o, i // GROUP])) * scales[o, i // GROUP].item() for i, q in enumerate(row)]
+        [(q - int(zeros[o, group[i]])) * scales[o, group[i]].item() for i, q in enumerate(row)]
         for o, row in enumerate(quants)
     ]
-    parts, _ = packed(weight)
     parts |= {"weight_scale": scales, "weight_zero_point": packed_rows(zeros.T.tolist()).T.contiguous()}
     return parts, torch.tensor(meant)
 
 
-def _groups(weight: torch.Tensor) -> tuple[list[list[int]], torch.Tensor, list[list[int]]]:
+def _groups(weight: torch.Tensor, bits: int = 4) -> tuple[list[list[int]], torch.Tensor, list[list[int]]]:
     """Quants [in][out], scales [groups, out], zero points [groups][out]."""
-    quants, scales = _quants(weight)
+    quants, scales = _quants(weight, bits)
     columns = [list(column) for column in zip(*quants, strict=True)]
-    return columns, scales.T.contiguous(), torch.randint(1, 16, scales.T.shape).tolist()
+    return columns, scales.T.contiguous(), torch.randint(1, 1 << bits, scales.T.shape).tolist()
 
 
-def gptq(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
-    quants, scales, zeros = _groups(weight)
+def gptq(weight: torch.Tensor, bits: int = 4) -> tuple[Parts, torch.Tensor]:
+    quants, scales, zeros = _groups(weight, bits)
     order = torch.randperm(len(quants)) // GROUP  # of activations
     meant = [
         [(q - zeros[order[i]][o]) * scales[order[i], o].item() for i, q in enumerate(column)]
         for o, column in enumerate(zip(*quants, strict=True))
     ]
     return {
-        "qweight": packed_rows([list(row) for row in zip(*quants, strict=True)]).T.contiguous(),
-        "qzeros": packed_rows([[zero - 1 for zero in row] for row in zeros]),
+        "qweight": packed_rows([list(row) for row in zip(*quants, strict=True)], bits).T.contiguous(),
+        "qzeros": packed_rows([[zero - 1 for zero in row] for row in zeros], bits),
         "scales": scales,
         "g_idx": order.int(),
     }, torch.tensor(meant)
@@ -123,13 +131,27 @@ def awq(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     return {"qweight": mixed(quants), "qzeros": mixed(zeros), "scales": scales}, torch.tensor(meant)
 
 
+def compressed(format: str, **weights: Any) -> dict[str, Any]:
+    """`quantization_config` of compressed-tensors, with one group of modules."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": None}}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
+
+
 SCHEMES: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], tuple[Parts, torch.Tensor]]]] = {
     "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, fp8_in_blocks),
-    "W8A8, fp8": ({"quant_method": "compressed-tensors", "format": "float-quantized"}, fp8_in_channels),
-    "W8A8, int8": ({"quant_method": "compressed-tensors", "format": "int-quantized"}, int8),
-    "W4A16": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, packed),
-    "W4A16 with zeros": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, packed_with_zeros),
+    "W8A8, fp8": (compressed("float-quantized"), fp8_in_channels),
+    "W8A8, fp8 in blocks": (
+        compressed("float-quantized", block_structure=[24, 40]),
+        partial(fp8_in_blocks, block=(24, 40), part="weight_scale"),
+    ),
+    "W8A8, int8": (compressed("int-quantized"), int8),
+    "mixed": (compressed("mixed-precision"), mixed),
+    "W4A16": (compressed("pack-quantized"), packed),
+    "W4A16 with zeros": (compressed("pack-quantized"), packed_with_zeros),
+    "W4A16 ordered": (compressed("pack-quantized", actorder="group"), partial(packed_with_zeros, ordered=True)),
+    "W3A16": (compressed("pack-quantized"), partial(packed, bits=3)),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}, gptq),
+    "gptq in 3 bits": ({"quant_method": "gptq", "bits": 3, "group_size": GROUP}, partial(gptq, bits=3)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
 }
 
@@ -199,7 +221,7 @@ def test_experts_in_mxfp4_give_the_logits_of_what_they_stand_for(tmp_path: Path)
 @pytest.mark.slow
 def test_parts_that_do_not_fit_together_are_corrupt(tmp_path: Path) -> None:
     _, tensors = write(tmp_path, "gptq")
-    tensors["model.layers.1.mlp.down_proj.scales"] = torch.ones(7, 3)
+    tensors["model.layers.1.mlp.down_proj.scales"] = torch.ones(2, 64)  # of three groups
     save_file(tensors, tmp_path / "model.safetensors")
     source = resolve_model(str(tmp_path))
     with pytest.raises(CorruptModelError, match=r"layers.1.mlp.down_proj.weight: its quantised parts do not fit"):
@@ -216,15 +238,8 @@ def test_a_matrix_in_fp8_without_its_scale_is_corrupt(tmp_path: Path) -> None:
         open_weights(source, load_model_config(source)).get("model.layers.1.mlp.down_proj.weight", torch.float32)
 
 
-NEAREST = {
-    "fp8": "Q8_0",
-    "W8A8, fp8": "Q8_0",
-    "W8A8, int8": "Q8_0",
-    "W4A16": "Q4_0",
-    "W4A16 with zeros": "Q4_1",
-    "gptq": "Q8_0",  # the order of activations mixes groups
-    "awq": "Q4_1",
-}
+NEAREST = {"W4A16": "Q4_0", "W3A16": "Q4_1", "W4A16 with zeros": "Q4_1", "awq": "Q4_1"}  # and Q8_0
+EXACT = {"W8A8, int8", *NEAREST}  # the others are fp8, or their order of activations mixes groups
 
 
 @pytest.mark.slow
@@ -234,20 +249,19 @@ def test_matrices_are_repacked_to_the_nearest_format_of_the_kernels(scheme: str,
     source = resolve_model(str(tmp_path))
     config = load_model_config(source)
     weights = open_weights(source, config)
-    exact = scheme not in ("fp8", "W8A8, fp8", "gptq")
     for name, meant in model.state_dict().items():
         if "_proj" not in name:
             assert weights.raw(name) is None
             continue
         raw = weights.raw(name)
         assert raw is not None
-        assert (raw.type.name, raw.shape) == (NEAREST[scheme], tuple(meant.shape))
+        assert (raw.type.name, raw.shape) == (NEAREST.get(scheme, "Q8_0"), tuple(meant.shape))
         blocks = meant.reshape(-1, 32)
         off = (torch.from_numpy(gguf.dequantize(raw.rows, raw.type)).reshape(-1, 32) - blocks).abs().amax(1)
         rows = raw.rows.reshape(-1, gguf.GGML_QUANT_SIZES[raw.type][1])
         scales = torch.from_numpy(rows[:, :2].copy().view(np.float16)).float()[:, 0].abs()
         # Scales, and their products with zero points of up to 15, are rounded to fp16; the others' weights to a scale.
-        assert (off <= scales * (16 * 2**-10 if exact else 0.5 + 2**-3) + 127 * 2**-25).all()
+        assert (off <= scales * (16 * 2**-10 if scheme in EXACT else 0.5 + 2**-3) + 127 * 2**-25).all()
     packed = make_decoder(
         config, weights, dtype=torch.bfloat16, device=torch.device("cpu"), quantised=kernels.available()
     )

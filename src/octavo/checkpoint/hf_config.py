@@ -235,14 +235,19 @@ def _unread_quantization(quantization: Mapping[str, Any]) -> str | None:
         return None
     if method in ("gptq", "awq"):
         bits = quantization.get("bits", quantization.get("w_bit", 4))
-        read = bits == 4 or (method == "gptq" and bits in (2, 8))
+        read = bits == 4 or (method == "gptq" and bits in (2, 3, 8))
         version = str(quantization.get("version", "gemm")).lower()
         return None if read and version in ("gemm", "") else f"{method!r} in {bits} bits, version {version!r}"
     if method == "compressed-tensors":
-        formats = {quantization.get("format")}
+        formats = {quantization.get("format")} - {"mixed-precision"}
         formats |= {group.get("format") for group in (quantization.get("config_groups") or {}).values()} - {None}
         unread = formats - {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense"}
-        return f"{method!r} in format {sorted(map(str, unread))}" if unread else None
+        if unread:
+            return f"{method!r} in format {sorted(map(str, unread))}"
+        transforms = ((quantization.get("transform_config") or {}).get("config_groups") or {}).values()
+        places = {str(each.get("location")) for transform in transforms for each in transform.get("apply") or ()}
+        online = sorted(places - {"weight_input", "weight_output"})
+        return f"{method!r} with transforms of {', '.join(online)}" if online else None
     return repr(method)
 
 

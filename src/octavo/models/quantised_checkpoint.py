@@ -2,14 +2,16 @@
 
     fp8                 X.weight f8 [out, in], X.weight_scale_inv [out / b, in / b]: a scale for each block
     compressed-tensors  X.weight f8 or i8 [out, in], or X.weight_packed i32 [out, in / n];
-                        X.weight_scale [1], [out, 1] or [out, groups], X.weight_zero_point of the same shape
+                        X.weight_scale [1], [out, 1] or [out, groups], X.weight_zero_point of the same shape,
+                        X.weight_g_idx [in]: the group of each input
     gptq                X.qweight i32 [in / n, out], X.qzeros i32 [groups, out / n], X.scales [groups, out],
                         X.g_idx [in]: the group of each input
     awq                 X.qweight i32 [in, out / n], X.qzeros i32 [groups, out / n], X.scales [groups, out]
     mxfp4               X_blocks u8 [experts, out, in / 32, 16]: two numbers E2M1 in a byte;
                         X_scales u8 [experts, out, in / 32]: exponents, plus 127
 
-n = 32 / bits numbers are in an int32, the first in its lowest bits, except in awq, which mixes eight outputs.
+n = 32 / bits numbers are in an int32, the first in its lowest bits, except in awq, which mixes eight outputs. Where
+bits is no divisor of 32, a number may begin in one int32 and end in the next.
 
 Where 32 weights in a row share a scale and a zero point, the kernels' formats hold the same integers:
 
@@ -67,8 +69,8 @@ class QuantisedCheckpoint:
         if not self._has(f"{stem}.qweight"):
             return tuple(self._get(name).shape)
         rows, columns = self._get(f"{stem}.qweight").shape
-        each = 32 // self._bits
-        return (columns * each, rows) if self._is_awq else (columns, rows * each)
+        bits = self._bits(stem)
+        return (columns * 32 // bits, rows) if self._is_awq else (columns, rows * 32 // bits)
 
     def read(self, name: str) -> torch.Tensor:
         """Return float32 [out, in].
@@ -115,9 +117,9 @@ class QuantisedCheckpoint:
     def _is_awq(self) -> bool:
         return self._config.get("quant_method") == "awq"
 
-    @property
-    def _bits(self) -> int:
-        return int(self._config.get("bits", self._config.get("w_bit", 4)))
+    def _bits(self, stem: str) -> int:
+        """Return the bits of a number in gptq and awq, which may differ between matrices."""
+        return 32 * self._get(f"{stem}.qzeros").shape[1] // self._get(f"{stem}.scales").shape[1]
 
     def _mxfp4(self, name: str) -> RawTensor | None:
         """Return a matrix of an expert in the blocks of GGUF, where the second half of a block's numbers lies above the
@@ -144,29 +146,38 @@ class QuantisedCheckpoint:
     def _scaled(self, stem: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         inverse = self._has(f"{stem}.weight_scale_inv")
         scale = self._get(f"{stem}.weight_scale_inv" if inverse else f"{stem}.weight_scale").float()
-        zero = torch.zeros(())
+        zero, zero_point = torch.zeros(()), f"{stem}.weight_zero_point"
         if self._has(f"{stem}.weight_packed"):
             rows, columns = self._get(f"{stem}.weight_shape").tolist()
             bits = -(-32 * self._get(f"{stem}.weight_packed").shape[1] // columns)
             weight = unpack(self._get(f"{stem}.weight_packed"), bits)[:, :columns].float()
             zero = torch.tensor(float(1 << (bits - 1)))
-            if self._has(f"{stem}.weight_zero_point"):
-                packed = self._get(f"{stem}.weight_zero_point")
-                zero = _spread(unpack(packed.T, bits).T[:rows].float(), weight.shape)
+            if self._has(zero_point):
+                zero = unpack(self._get(zero_point).T, bits).T[:rows].float()
         else:
             weight = self._get(f"{stem}.weight").float()
-            if self._has(f"{stem}.weight_zero_point"):
-                zero = _spread(self._get(f"{stem}.weight_zero_point").float(), weight.shape)
-        return weight, zero, self._scales(scale, weight.shape, inverse)
+            if self._has(zero_point):
+                zero = self._get(zero_point).float()
+        group = self._get(f"{stem}.weight_g_idx").long() if self._has(f"{stem}.weight_g_idx") else None
+        return weight, self._of_weights(zero, weight.shape, group), self._of_weights(scale, weight.shape, group)
 
-    def _scales(self, scale: torch.Tensor, shape: torch.Size, inverse: bool) -> torch.Tensor:
-        block = self._config.get("weight_block_size") if inverse else None
-        if block is None:
-            return _spread(scale, shape)
-        return scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+    def _of_weights(self, part: torch.Tensor, shape: torch.Size, group: torch.Tensor | None) -> torch.Tensor:
+        """Return scales or zero points for every weight, see `_spread`.
+
+        Args:
+            group: of each input; -1, as compressed-tensors also writes it, where groups are in order.
+        """
+        if group is not None and part.numel() > 1 and int(group.min()) >= 0:
+            return part[:, group]
+        config_groups = (self._config.get("config_groups") or {}).values()
+        blocks = [(each.get("weights") or {}).get("block_structure") for each in config_groups]
+        block = next(filter(None, [self._config.get("weight_block_size"), *blocks]), None)
+        if block is None or part.shape != (-(-shape[0] // block[0]), -(-shape[1] // block[1])):
+            return _spread(part, shape)
+        return part.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
     def _gptq(self, stem: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        scales, bits = self._get(f"{stem}.scales").float(), self._bits
+        scales, bits = self._get(f"{stem}.scales").float(), self._bits(stem)
         quants = unpack(self._get(f"{stem}.qweight").T, bits).T
         zeros = unpack(self._get(f"{stem}.qzeros"), bits)
         if self._config.get("checkpoint_format", "gptq") == "gptq":
@@ -226,8 +237,13 @@ def _in_blocks(
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the numbers of int32 [rows, n] as int32 [rows, n * 32 / bits], the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return (packed.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(1)
+    mask = (1 << bits) - 1
+    if 32 % bits == 0:
+        return (packed.unsqueeze(-1) >> torch.arange(0, 32, bits, dtype=torch.int32) & mask).flatten(1)
+    words = packed.long() & 0xFFFFFFFF
+    pairs = words | words.roll(-1, dims=1) << 32
+    first = torch.arange(0, packed.shape[1] * 32 // bits) * bits
+    return (pairs[:, first // 32] >> first % 32 & mask).int()
 
 
 def _awq_unpack(packed: torch.Tensor) -> torch.Tensor:
