@@ -1,4 +1,4 @@
-"""Compare eviction policies and prefix caches on a recorded hour of a chat service.
+"""Compare eviction policies on a recorded hour of a chat service.
 
     python -m benchmarks.eviction_replay TRACE.jsonl [--pools 1000 4000 ...] [--out benchmarks/results]
 
@@ -32,7 +32,6 @@ from octavo.scheduler.assembly import assemble_cache
 from octavo.workloads.traces import TOKENS_PER_HASH, read_trace
 
 POOLS = [1_000, 4_000, 16_000, 40_000, 80_000]
-CACHES = ["hashed", "radix"]
 HOST_PER_BLOCK = 4
 
 SPEC = KVCacheSpec.build([LayerKVSpec(num_kv_heads=1, key_dim=1, value_dim=1)], block_size=1, dtype="float32")
@@ -45,7 +44,6 @@ Operation = tuple[str, tuple[Any, ...]]
 class Result:
     """One replay; `hit_rate` is the share of block references that were found."""
 
-    prefix_cache: str
     policy: str
     pool_blocks: int
     hit_rate: float
@@ -53,8 +51,8 @@ class Result:
     us_per_block: float
 
 
-def options(cache: str, policy: str) -> EngineConfig:
-    return EngineConfig.from_options({"prefix_cache": cache, "eviction_policy": policy})
+def options(policy: str) -> EngineConfig:
+    return EngineConfig.from_options({"eviction_policy": policy})
 
 
 def make_requests(prompts: Sequence[Prompt]) -> list[Request]:
@@ -84,8 +82,8 @@ def replay(manager: KVCacheManager, requests: Sequence[Request]) -> Counter[str]
     return found
 
 
-def measure(cache: str, policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -> Result:
-    manager = assemble_cache(options(cache, policy), SPEC, pool_blocks + 1)
+def measure(policy: str, pool_blocks: int, prompts: Sequence[Prompt]) -> Result:
+    manager = assemble_cache(options(policy), SPEC, pool_blocks + 1)
     requests = make_requests(prompts)
     total = sum(map(len, prompts))
     started = time.process_time()
@@ -93,7 +91,7 @@ def measure(cache: str, policy: str, pool_blocks: int, prompts: Sequence[Prompt]
     seconds = time.process_time() - started
     # Every miss publishes a block: those not cached at the end were evicted.
     evictions = total - hits - manager.pool.num_cached
-    return Result(cache, policy, pool_blocks, hits / total, evictions, 1e6 * seconds / total)
+    return Result(policy, pool_blocks, hits / total, evictions, 1e6 * seconds / total)
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def measure_two_tiers(policy: str, pool_blocks: int, host_blocks: int, prompts: 
 
     Both tiers evict by the policy.
     """
-    config = replace(options("hashed", policy), kv_demotion="on_evict")
+    config = replace(options(policy), kv_demotion="on_evict")
     manager = assemble_cache(config, SPEC, pool_blocks + 1, num_prefix_blocks=host_blocks)
     found, total = replay(manager, make_requests(prompts)), sum(map(len, prompts))
     return TieredResult(policy, pool_blocks, host_blocks, found["device"] / total, found["host"] / total)
@@ -160,10 +158,9 @@ def infinite(prompts: Sequence[Prompt]) -> float:
 def run(prompts: Sequence[Prompt], pools: Sequence[int]) -> dict[str, Any]:
     results = []
     for pool in pools:
-        for cache in CACHES:
-            for policy in EVICTION_POLICIES:
-                results.append(measure(cache, policy, pool, prompts))
-                print(f"{pool:>7} {cache:<7} {policy:<9} {results[-1].hit_rate:7.2%}", flush=True)
+        for policy in EVICTION_POLICIES:
+            results.append(measure(policy, pool, prompts))
+            print(f"{pool:>7} {policy:<9} {results[-1].hit_rate:7.2%}", flush=True)
     return {
         "requests": len(prompts),
         "block_references": sum(map(len, prompts)),
@@ -181,7 +178,7 @@ def run(prompts: Sequence[Prompt], pools: Sequence[int]) -> dict[str, Any]:
 
 def table(report: dict[str, Any], trace: str) -> str:
     pools = list(report["belady"])
-    by_key = {(r["prefix_cache"], r["policy"], r["pool_blocks"]): r for r in report["results"]}
+    by_key = {(r["policy"], r["pool_blocks"]): r for r in report["results"]}
     lines = [
         "# Eviction policies on a recorded hour of chat",
         "",
@@ -191,20 +188,19 @@ def table(report: dict[str, Any], trace: str) -> str:
         "",
         "Share of block references found in the cache, by blocks in the pool (and tokens they hold):",
         "",
-        "| cache | policy | " + " | ".join(f"{p:,} ({p * TOKENS_PER_HASH / 1e6:.1f} M)" for p in pools) + " |",
-        "|---|---|" + "---:|" * len(pools),
+        "| policy | " + " | ".join(f"{p:,} ({p * TOKENS_PER_HASH / 1e6:.1f} M)" for p in pools) + " |",
+        "|---|" + "---:|" * len(pools),
     ]
-    for cache in CACHES:
-        for policy in EVICTION_POLICIES:
-            rates = (f"{by_key[cache, policy, pool]['hit_rate']:.2%}" for pool in pools)
-            lines.append(f"| {cache} | {policy} | " + " | ".join(rates) + " |")
-    lines.append("| | Belady's optimum | " + " | ".join(f"{report['belady'][pool]:.2%}" for pool in pools) + " |")
-    lines.append("| | infinite cache | " + " | ".join(f"{report['infinite']:.2%}" for _ in pools) + " |")
+    for policy in EVICTION_POLICIES:
+        rates = (f"{by_key[policy, pool]['hit_rate']:.2%}" for pool in pools)
+        lines.append(f"| {policy} | " + " | ".join(rates) + " |")
+    lines.append("| Belady's optimum | " + " | ".join(f"{report['belady'][pool]:.2%}" for pool in pools) + " |")
+    lines.append("| infinite cache | " + " | ".join(f"{report['infinite']:.2%}" for _ in pools) + " |")
     middle = pools[len(pools) // 2]
     device, host = report["two_tiers"][0]["pool_blocks"], report["two_tiers"][0]["host_blocks"]
     lines += [
         "",
-        f"Two tiers (hashed, `--kv-demotion on_evict`): {device:,} blocks on the device and {host:,} in host memory, "
+        f"Two tiers (`--kv-demotion on_evict`): {device:,} blocks on the device and {host:,} in host memory, "
         "both evicting by the same policy (host memory without priorities).",
         "",
         "| policy | device | host memory | together |",
@@ -219,12 +215,10 @@ def table(report: dict[str, Any], trace: str) -> str:
         "",
         f"Processor time of all that the manager does for one block of a prompt, at {middle:,} blocks:",
         "",
-        "| policy | µs per reference, hashed | radix |",
-        "|---|---:|---:|",
+        "| policy | µs per reference |",
+        "|---|---:|",
     ]
-    for policy in EVICTION_POLICIES:
-        times = " | ".join(f"{by_key[cache, policy, middle]['us_per_block']:.2f}" for cache in CACHES)
-        lines.append(f"| {policy} | {times} |")
+    lines += [f"| {policy} | {by_key[policy, middle]['us_per_block']:.2f} |" for policy in EVICTION_POLICIES]
     return "\n".join(lines) + "\n"
 
 

@@ -20,7 +20,6 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -171,26 +170,22 @@ def full_cache() -> Figures:
 
     Two prompts in three are new, the third is one of those before it, so that evicted blocks come back too.
     """
-    found = {}
-    for prefix_cache in ("hashed", "radix"):
-        kv = make_kv(8193, prefix_cache=prefix_cache)
-        scheduler = make_scheduler(kv, seqs=8, budget=2048)
-        rng, prompts = random.Random(0), list[list[int]]()
-        seconds: list[float] = []
-        with as_in_a_server():
-            while len(seconds) < 200:
-                is_new = len(prompts) % 3 or len(prompts) < 32
-                prompts.append([rng.randrange(VOCAB) for _ in range(8192)] if is_new else prompts[-30])
-                scheduler.add(make_request(prompts[-1], max_tokens=1))
-                while scheduler.has_work:
-                    before = kv.evicted.count
-                    took = sum(step(scheduler))
-                    if kv.evicted.count - before == 128:
-                        seconds.append(took)
-        what = f"a full cache ({prefix_cache}): a step that evicts 128 blocks and publishes as many"
-        found[f"{what}, median"] = ms(statistics.median(seconds))
-        found[f"{what}, longest"] = ms(max(seconds))
-    return found
+    kv = make_kv(8193)
+    scheduler = make_scheduler(kv, seqs=8, budget=2048)
+    rng, prompts = random.Random(0), list[list[int]]()
+    seconds: list[float] = []
+    with as_in_a_server():
+        while len(seconds) < 200:
+            is_new = len(prompts) % 3 or len(prompts) < 32
+            prompts.append([rng.randrange(VOCAB) for _ in range(8192)] if is_new else prompts[-30])
+            scheduler.add(make_request(prompts[-1], max_tokens=1))
+            while scheduler.has_work:
+                before = kv.evicted.count
+                took = sum(step(scheduler))
+                if kv.evicted.count - before == 128:
+                    seconds.append(took)
+    what = "a full cache: a step that evicts 128 blocks and publishes as many"
+    return {f"{what}, median": ms(statistics.median(seconds)), f"{what}, longest": ms(max(seconds))}
 
 
 class _Holds(NamedTuple):
@@ -318,11 +313,10 @@ def bytes_per_block() -> Figures:
     """The memory of a full pool's bookkeeping per block, by tracemalloc, including what evictions add."""
     num_blocks = 40_000
     found = {}
-    both = [*product(("hashed",), EVICTION_POLICIES), ("radix", "lru")]
-    for prefix_cache, eviction in both:
+    for eviction in EVICTION_POLICIES:
         gc.collect()
         tracemalloc.start()
-        kv = make_kv(num_blocks + 1, prefix_cache=prefix_cache, eviction_policy=eviction)
+        kv = make_kv(num_blocks + 1, eviction_policy=eviction)
         scheduler = make_scheduler(kv, seqs=8, budget=1 << 20)
         for k in range(36):
             tokens = [k, *((i * 31 + k) % 50_000 for i in range(num_blocks * BLOCK // 32 - 1))]
@@ -334,7 +328,7 @@ def bytes_per_block() -> Figures:
         taken = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert kv.pool.num_cached >= num_blocks - 2
-        found[f"bookkeeping per published block, {prefix_cache}, {eviction} (bytes)"] = taken / num_blocks
+        found[f"bookkeeping per published block, {eviction} (bytes)"] = taken / num_blocks
     return found
 
 

@@ -13,7 +13,6 @@ from octavo.config import KV_CACHE_ALIASES, KV_CACHE_DTYPES, MOST_THREADS, Engin
 from octavo.errors import ConfigError
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.kvcache.formats import KV_FORMATS
-from octavo.kvcache.manager import KVCacheManager
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from octavo.planner.calculator import DTYPE_BYTES
 from octavo.storage.codec import CODECS
@@ -55,14 +54,6 @@ def test_a_number_of_threads_that_the_kernels_refuse_is_an_error_of_the_option(c
     if kernels.available():
         with pytest.raises(ValueError, match=f"num_threads must be between 1 and 1024, got {count}"):
             kernels.set_num_threads(count)
-
-
-def test_each_prefix_cache_that_is_offered_can_be_made() -> None:
-    evicts_leaves_first = [
-        KVCacheManager(SPEC, 8, name).pool._eviction.tree is not None for name in ("hashed", "radix")
-    ]
-    assert choices("prefix_cache") == ("hashed", "radix")
-    assert evicts_leaves_first == [False, True]
 
 
 def test_an_option_that_was_removed_is_refused_with_what_there_is_instead() -> None:

@@ -205,8 +205,8 @@ class EngineConfig(Options):
     enable_prefix_caching: bool = _cache(True, "reuse cached blocks for prompts that begin with the same tokens")
     prefix_cache: Literal["hashed", "radix"] = _cache(
         "hashed",
-        "hashed: evict by --eviction-policy, admit by arrival; radix: evict the ends of prefixes first, admit the "
-        "requests with the longest cached prefix first",
+        "order in which waiting requests are admitted; hashed: by arrival; radix: those with the longest cached "
+        "prefix first",
     )
     eviction_policy: Literal["lru", "fifo", "priority", "adaptive"] = _cache(
         DEFAULT_EVICTION_POLICY,

@@ -148,11 +148,10 @@ def ask(llm: Any, prompt: list[int]) -> Any:
 PROMPT = [3 + i * 7 % 300 for i in range(100)]
 
 
-@pytest.mark.parametrize("cache", ["hashed", "radix"])
 def test_a_restart_finds_its_prefixes_on_disk_and_gives_the_same_tokens(
-    make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path, cache: str
+    make_llm: MakeLLM, tiny_llama: Any, tmp_path: Path
 ) -> None:
-    options = disk_options(tmp_path, prefix_cache=cache, dtype="bfloat16", deterministic=True)
+    options = disk_options(tmp_path, dtype="bfloat16", deterministic=True)
     first = make_llm(tiny_llama, **options)
     cold = ask(first, PROMPT)
     assert cold.num_cached_tokens == 0

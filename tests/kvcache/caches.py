@@ -61,7 +61,6 @@ def make_manager(
     block_size: int = 4,
     layers: tuple[LayerKVSpec, ...] = (FULL,),
     prefix_caching: bool = True,
-    prefix_cache: str = "hashed",
     eviction: str = "lru",
     pin_budget: float = 0.25,
     clock: Callable[[], float] | None = None,
@@ -76,7 +75,7 @@ def make_manager(
     return KVCacheManager(
         spec,
         num_blocks,
-        prefix_cache if prefix_caching else None,
+        prefix_caching,
         eviction,
         identity=("model",),
         num_swap_slots=num_host_blocks,

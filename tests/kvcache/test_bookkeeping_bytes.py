@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-from typing import Any
-
 import pytest
 
 from octavo.kvcache.eviction import EVICTION_POLICIES, AdaptiveEviction, LruEviction
@@ -15,20 +12,18 @@ from tests.traced import measured
 
 # What does not grow with the pool: among it the 256 blocks evicted last (kvcache/ledger.py), with their numbers.
 FIXED_BYTES = 36_000
-CACHES = [*product(["hashed"], sorted(EVICTION_POLICIES)), ("radix", "lru"), ("radix", "fifo")]
 ODD_SIZES = (1450, 1501, 2048)
 
 
 # The fixed part counts most in small pools. The other sizes are those after which lists and tables would have grown.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("prefix_cache", "eviction", "num_blocks"),
-    [*((*cache, 1025) for cache in CACHES), ("radix", "fifo", 1500), *(("hashed", "adaptive", n) for n in ODD_SIZES)],
+    ("eviction", "num_blocks"),
+    [*((policy, 1025) for policy in sorted(EVICTION_POLICIES)), *(("adaptive", n) for n in ODD_SIZES)],
 )
-def test_a_full_pools_books_take_no_more_than_the_plan_says(prefix_cache: str, eviction: str, num_blocks: int) -> None:
-    caching: dict[str, Any] = {"prefix_cache": prefix_cache, "eviction": eviction}
-    used(num_blocks, caching)  # at the same size, because some lines run in large pools only
-    taken, manager = measured(lambda: used(num_blocks, caching))
+def test_a_full_pools_books_take_no_more_than_the_plan_says(eviction: str, num_blocks: int) -> None:
+    used(num_blocks, eviction)  # at the same size, because some lines run in large pools only
+    taken, manager = measured(lambda: used(num_blocks, eviction))
     manager.audit()
     assert manager.pool.num_cached >= num_blocks - 2 - num_blocks // 8
     planned = manager.spec.bookkeeping_bytes + eviction_bytes(eviction)
@@ -59,9 +54,9 @@ def answered(num_blocks: int) -> KVCacheManager:
     return manager
 
 
-def used(num_blocks: int, caching: dict[str, Any]) -> KVCacheManager:
+def used(num_blocks: int, eviction: str) -> KVCacheManager:
     """A pool that was filled, and half of it evicted."""
-    manager = make_manager(num_blocks, 16, **caching)
+    manager = make_manager(num_blocks, 16, eviction=eviction)
     for k in range(12):
         tokens = [k, *(i % 5000 for i in range(num_blocks * 2 - 1))]
         seq = make_sequence(tokens)

@@ -23,10 +23,9 @@ from tests.kvcache.caches import (
 SECRET = list(range(16))
 
 
-@pytest.fixture(params=product(["hashed", "radix"], [(FULL,), (FULL, sliding(6))]), ids=str)
+@pytest.fixture(params=[(FULL,), (FULL, sliding(6))], ids=str)
 def make(request: pytest.FixtureRequest) -> Callable[[], KVCacheManager]:
-    cache, layers = request.param
-    return partial(make_manager, 60, prefix_cache=cache, layers=layers, num_host_blocks=30)
+    return partial(make_manager, 60, layers=request.param, num_host_blocks=30)
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["hashed", "radix"])
-def manager(request: pytest.FixtureRequest, clock: Clock) -> KVCacheManager:
-    return make_manager(40, prefix_cache=request.param, clock=clock)
+@pytest.fixture
+def manager(clock: Clock) -> KVCacheManager:
+    return make_manager(40, clock=clock)
 
 
 def start(manager: KVCacheManager, tokens: list[int], salt: str = "", tenant: str = "") -> Sequence:

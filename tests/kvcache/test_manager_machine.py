@@ -34,7 +34,6 @@ from tests.kvcache.caches import COPIES, FULL, Clock, make_manager, make_sequenc
 from tests.kvcache.event_index import Blocks, EventIndex, findable
 
 SOAK_STEPS = 100_000
-PREFIX_CACHES = ("hashed", "radix", None)
 LAYERS = [(FULL,), (sliding(5),), (FULL, sliding(3)), (FULL, sliding(6), sliding(6))]
 
 LIMITS: dict[str, Any] = {
@@ -61,15 +60,16 @@ def written_by(seq: Sequence, group: int, position: int) -> tuple[int, str, tupl
 
 class CacheMachine(RuleBasedStateMachine):
     @initialize(
-        **LIMITS, prefix_cache=st.sampled_from(PREFIX_CACHES), eviction=st.sampled_from(sorted(EVICTION_POLICIES))
+        **LIMITS,
+        prefix_caching=st.sampled_from([True, True, False]),
+        eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
     )
-    def build(self, prefix_cache: str | None, num_prefix_blocks: int, **limits: Any) -> None:
+    def build(self, prefix_caching: bool, num_prefix_blocks: int, **limits: Any) -> None:
         self.clock = Clock()
         self.manager = make_manager(
             **limits,
-            prefix_caching=prefix_cache is not None,
-            prefix_cache=prefix_cache or "",
-            num_prefix_blocks=num_prefix_blocks if prefix_cache else 0,
+            prefix_caching=prefix_caching,
+            num_prefix_blocks=num_prefix_blocks if prefix_caching else 0,
             pin_budget=0.5,
             clock=self.clock,
             logs_events=True,
@@ -412,13 +412,13 @@ CacheMachine.TestCase.settings = settings(max_examples=180, stateful_step_count=
 TestCacheMachine = pytest.mark.slow(CacheMachine.TestCase)
 
 
-def machine_of(cache: str | None, policy: str) -> Any:
-    """A machine with that prefix cache and eviction policy alone; its class counts."""
+def machine_of(caches: bool, policy: str) -> Any:
+    """A machine with that eviction policy alone, and with or without prefix caching; its class counts."""
 
     class Soak(CacheMachine):
         counts: ClassVar[Counter[str]] = Counter()
 
-        @initialize(**LIMITS, prefix_cache=st.just(cache), eviction=st.just(policy))
+        @initialize(**LIMITS, prefix_caching=st.just(caches), eviction=st.just(policy))
         def build(self, **options: Any) -> None:
             CacheMachine.build(self, **options)
 
@@ -439,15 +439,16 @@ def test_a_hundred_thousand_steps_over_every_policy_and_cache() -> None:
     # A failure is shown as it was found: to make it smaller takes longer than all the rest.
     how: dict[str, Any] = {"deadline": None, "database": None, "derandomize": False, "phases": [Phase.generate]}
     limits = settings(max_examples=100, stateful_step_count=200, suppress_health_check=list(HealthCheck), **how)
-    combinations = [(cache, policy) for cache in PREFIX_CACHES for policy in sorted(EVICTION_POLICIES)]
+    combinations = [(caches, policy) for caches in (True, False) for policy in sorted(EVICTION_POLICIES)]
     started, total = time.perf_counter(), Counter[str]()
     print()
-    for cache, policy in combinations:
-        machine = machine_of(cache, policy)
+    for caches, policy in combinations:
+        machine = machine_of(caches, policy)
         while machine.counts["steps"] * len(combinations) < SOAK_STEPS:
             run_state_machine_as_test(machine, settings=limits)
         total += machine.counts
         names = ("steps", "out", "in", "half", "lost", "full")
-        print(f"| {cache or 'off'} | {policy} |", " | ".join(f"{machine.counts[name]:,}" for name in names), "|")
+        figures = " | ".join(f"{machine.counts[name]:,}" for name in names)
+        print(f"| {'on' if caches else 'off'} | {policy} | {figures} |")
     print(f"{total['steps']:,} steps, {time.perf_counter() - started:.0f} s")
     assert min(total[name] for name in ("out", "in", "half", "lost", "full")) > 0

@@ -11,7 +11,6 @@ from octavo.kvcache.manager import KVCacheManager
 from octavo.request import PinReceipt, PinRequest, Request
 from tests.kvcache.caches import FULL, Clock, admit_and_compute, make_manager, make_sequence, sliding
 
-CACHES = ["hashed", "radix"]
 TOKENS = list(range(16))
 FIVE_MINUTES = 300.0
 
@@ -21,10 +20,10 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=CACHES)
-def manager(request: pytest.FixtureRequest, clock: Clock) -> KVCacheManager:
+@pytest.fixture
+def manager(clock: Clock) -> KVCacheManager:
     """39 blocks of 4 tokens, of which 9 may be pinned."""
-    return make_manager(40, prefix_cache=request.param, clock=clock)
+    return make_manager(40, clock=clock)
 
 
 def computed(manager: KVCacheManager, tokens: list[int], salt: str = "", tenant: str = "") -> Request:
@@ -185,12 +184,11 @@ def test_the_pin_that_yields_is_the_soonest_to_expire(manager: KVCacheManager) -
     assert manager.pins.counters.num_yielded == 2
 
 
-@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("eviction", sorted(EVICTION_POLICIES))
 @pytest.mark.parametrize("layers", [(FULL,), (sliding(6),), (FULL, sliding(6))])
-def test_under_every_policy_and_any_layers_a_pin_holds_and_lets_go(cache: str, eviction: str, layers: tuple) -> None:
+def test_under_every_policy_and_any_layers_a_pin_holds_and_lets_go(eviction: str, layers: tuple) -> None:
     clock = Clock()
-    manager = make_manager(60, layers=layers, prefix_cache=cache, eviction=eviction, clock=clock)
+    manager = make_manager(60, layers=layers, eviction=eviction, clock=clock)
     assert pin(manager, TOKENS).num_pinned_tokens == 16
     flood(manager, pools=3)
     assert hit(manager, TOKENS) == 16
@@ -236,10 +234,10 @@ def test_the_pool_removes_all_of_the_pins_that_it_is_told_to_or_none(manager: KV
     manager.audit()
 
 
-@pytest.fixture(params=CACHES)
-def shared(request: pytest.FixtureRequest, clock: Clock) -> KVCacheManager:
+@pytest.fixture
+def shared(clock: Clock) -> KVCacheManager:
     """The same, of whose budget of 9 blocks no tenant has more than 4."""
-    return make_manager(40, prefix_cache=request.param, clock=clock, pin_tenant_share=0.5)
+    return make_manager(40, clock=clock, pin_tenant_share=0.5)
 
 
 def test_over_its_share_a_tenant_is_told_how_much_is_pinned_and_others_have_theirs(shared: KVCacheManager) -> None:

@@ -16,9 +16,8 @@ from octavo.kvcache.blocks import BlockRecords
 from octavo.kvcache.hashing import TokenChain
 from octavo.kvcache.prefix import PrefixIndex
 from octavo.kvcache.spec import KVCacheSpec
-from tests.kvcache.caches import FULL, admit_and_compute, extend, make_manager, make_sequence, put, sliding
+from tests.kvcache.caches import FULL, extend, put, sliding
 
-NAMES = ["hashed", "radix"]
 NUM_BLOCKS = 2000
 GROUPS = [(FULL,), (sliding(5),), (FULL, sliding(3)), (FULL, sliding(6), sliding(9))]
 
@@ -208,30 +207,3 @@ def test_any_history_of_puts_and_drops_gives_the_answers_of_a_dictionary(
                 assert parent is None or found in cache.children(parent)
     assert cache._blocks.published().tolist() == sorted(blocks.values())
     assert list(cache.check()) == []
-
-
-@pytest.mark.slow
-@settings(max_examples=80, deadline=None)
-@given(
-    layers=st.sampled_from(GROUPS),
-    block_size=st.sampled_from([1, 2, 4]),
-    history=st.lists(
-        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=24), st.sampled_from("aab"), st.booleans()),
-        max_size=14,
-    ),
-)
-def test_both_orders_of_eviction_give_the_same_hits_while_nothing_is_evicted(
-    layers: tuple, block_size: int, history: list[tuple[list[int], str, bool]]
-) -> None:
-    def play(name: str) -> list[int]:
-        manager = make_manager(3000, block_size, layers, prefix_cache=name)
-        hits = []
-        for tokens, salt, stays in history:
-            seq = make_sequence(tokens, salt)
-            hits.append(admit_and_compute(manager, seq))
-            if not stays:
-                manager.forget(seq)
-        manager.audit()
-        return hits
-
-    assert play("hashed") == play("radix")

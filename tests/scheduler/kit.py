@@ -63,6 +63,7 @@ class Harness:
         store: Any = None,
         speculator: Speculator | None = None,
         device: StepTimes | None = None,
+        by_prefix: bool = False,
         audits: bool = True,
         max_tokens: int = 10,
         **cache: Any,
@@ -83,7 +84,7 @@ class Harness:
             self.kv,
             policy,
             speed,
-            by_prefix=cache.get("prefix_cache") == "radix",
+            by_prefix=by_prefix,
             fetching=None if store is None else Fetching(self.kv, store, speed),
             speculator=speculator,
         )

@@ -35,8 +35,8 @@ def scheduler(num_host_blocks: int = 0, speed: Preemption | None = SPEED, **opti
 # Option, value -> what shows that it has arrived.
 REACHED: dict[tuple[str, Any], Any] = {
     ("enable_prefix_caching", False): lambda s: not s.kv.caches_prefixes,
-    ("prefix_cache", "hashed"): lambda s: s.kv.pool._eviction.tree is None and s.waiting._prefix_length is None,
-    ("prefix_cache", "radix"): lambda s: s.kv.pool._eviction.tree is not None and s.waiting._prefix_length is not None,
+    ("prefix_cache", "hashed"): lambda s: s.waiting._prefix_length is None,
+    ("prefix_cache", "radix"): lambda s: s.waiting._prefix_length is not None,
     ("eviction_policy", "fifo"): lambda s: isinstance(s.kv.pool._eviction, FifoEviction),
     ("pin_budget", 0.5): lambda s: s.kv.pins.budget_blocks == 50,
     ("scheduling_policy", "fcfs"): lambda s: type(s.policy) is FirstComeFirstServed,

@@ -306,8 +306,8 @@ def test_where_blocks_run_out_streams_of_the_least_served_keep_theirs() -> None:
     server.kv.audit()
 
 
-def test_with_a_radix_tree_the_longest_cached_prefix_of_the_tenant_in_turn_is_first() -> None:
-    server = tenants_server(seqs=1, budget=64, prefix_cache="radix")
+def test_where_prefixes_count_the_longest_cached_prefix_of_the_tenant_in_turn_is_first() -> None:
+    server = tenants_server(seqs=1, budget=64, by_prefix=True)
     shared = list(range(40))
     server.add(shared, 1, tenant="a")
     server.step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,9 +27,8 @@ def waiting(tokens: list[int]) -> Sequence:
     return make_request(tokens).sequences[0]
 
 
-@pytest.mark.parametrize("prefix_cache", ["hashed", "radix"])
-def test_a_prefix_is_looked_up_again_only_where_it_became_longer_or_shorter(prefix_cache: str) -> None:
-    kv = make_manager(num_blocks=64, block_size=SIZE, prefix_cache=prefix_cache)
+def test_a_prefix_is_looked_up_again_only_where_it_became_longer_or_shorter() -> None:
+    kv = make_manager(num_blocks=64, block_size=SIZE)
     seqs = [waiting([*range(20), 100 + i]) for i in range(8)]
     assert [kv.cached_length(seq) for seq in seqs] == [0] * 8
     with patch.object(kv, "match", side_effect=kv.match) as match:
@@ -43,17 +41,16 @@ def test_a_prefix_is_looked_up_again_only_where_it_became_longer_or_shorter(pref
         assert [kv.cached_length(seq) for seq in seqs] == [0] * 8
 
 
-@pytest.mark.parametrize("prefix_cache", ["hashed", "radix"])
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30), st.booleans()), min_size=1, max_size=30),
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=6),
 )
 def test_the_remembered_length_is_what_the_cache_has(
-    prefix_cache: str, computed: list[tuple[int, int, bool]], line: list[tuple[int, int]]
+    computed: list[tuple[int, int, bool]], line: list[tuple[int, int]]
 ) -> None:
     # Few blocks, so that what was cached is evicted.
-    kv = make_manager(num_blocks=12, block_size=SIZE, prefix_cache=prefix_cache)
+    kv = make_manager(num_blocks=12, block_size=SIZE)
     seqs = [waiting([1000 * kind + i for i in range(length)]) for kind, length in line]
     for kind, length, ask in computed:
         compute(kv, [1000 * kind + i for i in range(length)])

@@ -15,6 +15,7 @@ from octavo.scheduler.policy import AgeingPriority, FirstComeFirstServed, Virtua
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.waiting import WaitingQueue
 from tests.kvcache.caches import make_manager, make_request
+from tests.scheduler.kit import Harness
 
 _arrivals = itertools.count(1)
 
@@ -154,7 +155,7 @@ def test_no_request_starves_behind_a_stream_of_better_prefixes(
 
 
 def test_a_stream_of_hits_does_not_keep_a_miss_from_being_served_by_a_whole_scheduler() -> None:
-    kv = make_manager(num_blocks=12, block_size=4, prefix_cache="radix")
+    kv = make_manager(num_blocks=12, block_size=4)
     scheduler = Scheduler(SchedulerConfig(1, 64, max_model_len=40), kv, by_prefix=True)
     popular = list(range(100, 117))
 
@@ -179,3 +180,17 @@ def test_a_stream_of_hits_does_not_keep_a_miss_from_being_served_by_a_whole_sche
     assert unlucky.finished
     assert sum(seq.finished for seq in overtakers) == 16
     kv.audit()
+
+
+def test_with_the_longest_cached_prefix_first_a_batch_over_few_documents_computes_less_of_them() -> None:
+    documents = [[100 * number + token for token in range(64)] for number in range(8)]
+    order = [documents[number] for number in (*range(8), *range(8), *range(8))]
+
+    def num_computed(*, by_prefix: bool) -> int:
+        server = Harness(num_blocks=41, block_size=4, max_num_seqs=1, by_prefix=by_prefix)
+        requests = [server.add([*document, 10_000 + k], 1) for k, document in enumerate(order)]
+        server.run()
+        return sum(len(request.prompt_token_ids) - (request.num_cached_tokens or 0) for request in requests)
+
+    assert num_computed(by_prefix=False) == 24 * 65
+    assert num_computed(by_prefix=True) < 24 * 65 // 2

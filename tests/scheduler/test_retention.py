@@ -23,7 +23,7 @@ ROUNDS = 20
 class Service(Harness):
     """A cache of 601 blocks of 16 tokens, and tokens that nobody sent before."""
 
-    def __init__(self, prefix_cache: str = "hashed", eviction: str = "lru", num_blocks: int = NUM_BLOCKS, **cache: Any):
+    def __init__(self, eviction: str = "lru", num_blocks: int = NUM_BLOCKS, **cache: Any):
         super().__init__(
             num_blocks,
             BLOCK_SIZE,
@@ -33,7 +33,6 @@ class Service(Harness):
             watermark=DEFAULT_WATERMARK,
             headroom_tokens=DEFAULT_HEADROOM_TOKENS,
             audits=False,
-            prefix_cache=prefix_cache,
             eviction=eviction,
             **cache,
         )
@@ -65,27 +64,24 @@ class Service(Harness):
         return hits / (ROUNDS * len(PREFIX))
 
 
-# Either cache leaves what is pinned to the pool, which asks no policy: each policy once, with one or the other.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cache", "eviction"), [*zip(itertools.cycle(["hashed", "radix"]), sorted(EVICTION_POLICIES), strict=False)]
-)
-def test_a_pinned_prefix_of_2000_tokens_survives_a_flood_of_20_pools(cache: str, eviction: str) -> None:
-    service = Service(cache, eviction)
+@pytest.mark.parametrize("eviction", sorted(EVICTION_POLICIES))
+def test_a_pinned_prefix_of_2000_tokens_survives_a_flood_of_20_pools(eviction: str) -> None:
+    service = Service(eviction)
     receipt = service.complete(PREFIX, ttl=3600).pin_receipts
     assert receipt == [PinReceipt(receipt[0].pin_id, 2000, 2000, 3600)]
     rate = service.hit_rate_under_flood()
-    print(f"{cache} {eviction}: {rate:.1%}")
+    print(f"{eviction}: {rate:.1%}")
     assert rate >= 0.99
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cache", "eviction"), [("hashed", "lru"), ("radix", "fifo")])
-def test_the_same_prefix_unpinned_is_lost_in_the_flood(cache: str, eviction: str) -> None:
-    service = Service(cache, eviction)
+@pytest.mark.parametrize("eviction", ["lru", "fifo"])
+def test_the_same_prefix_unpinned_is_lost_in_the_flood(eviction: str) -> None:
+    service = Service(eviction)
     service.complete(PREFIX)
     rate = service.hit_rate_under_flood()
-    print(f"{cache} {eviction}: {rate:.1%}")
+    print(f"{eviction}: {rate:.1%}")
     assert rate < 0.05
 
 

@@ -142,7 +142,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         kv = make_manager(
             **{name: has[name] for name in OF_THE_CACHE},
             prefix_caching=has["prefix_cache"] is not None,
-            prefix_cache=has["prefix_cache"] or "",
             num_prefix_blocks=has["num_prefix_blocks"] if has["prefix_cache"] else 0,
             clock=self.clock,
         )

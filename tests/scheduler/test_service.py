@@ -38,9 +38,9 @@ def num_running(requests: list[Request]) -> int:
     return sum(seq.status is SequenceStatus.RUNNING for request in requests for seq in request.sequences)
 
 
-@pytest.mark.parametrize("cache", ["hashed", "radix"])
-def test_requests_over_one_long_cached_prefix_run_together(cache: str) -> None:
-    server = server_of(1 + 2000 + 600, prefix_cache=cache)
+@pytest.mark.parametrize("by_prefix", [False, True])
+def test_requests_over_one_long_cached_prefix_run_together(by_prefix: bool) -> None:
+    server = server_of(1 + 2000 + 600, by_prefix=by_prefix)
     document = list(range(32_000))
     server.add([*document, 0], max_tokens=1)
     server.run()

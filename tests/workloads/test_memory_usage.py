@@ -27,12 +27,12 @@ class Bench:
         usable_blocks: int = 8,
         *,
         layers: tuple[Any, ...] = (FULL,),
-        cache: str | None = None,
+        caches: bool = False,
         extra_bytes: int = 0,
         **limits: Any,
     ) -> None:
         spec = KVCacheSpec.build(layers, block_size, "float32")
-        kv = KVCacheManager(spec, usable_blocks + 1, cache)
+        kv = KVCacheManager(spec, usable_blocks + 1, caches)
         limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 128, "watermark": 0.0, **limits}
         self.scheduler = Scheduler(SchedulerConfig(**limits), kv)
         self.observer = MemoryObserver(self.scheduler, usable_blocks * spec.block_bytes + extra_bytes)
@@ -119,7 +119,7 @@ def test_shared_blocks_count_once_and_their_saving_is_over_the_blocks_without_sh
 
 
 def test_blocks_that_only_a_prefix_could_use_are_cached() -> None:
-    bench = Bench(cache="hashed")
+    bench = Bench(caches=True)
     bench.add("a", num_prompt=40, num_output=1)
     assert bench.step().slots == Slots(cached=32, idle=6 * 16)
 
@@ -150,13 +150,13 @@ def test_nothing_observed_is_no_division_by_zero() -> None:
 @given(
     requests=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=8),
     block_size=st.sampled_from([1, 4, 16, 64]),
-    cache=st.sampled_from([None, "hashed"]),
+    caches=st.booleans(),
     layers=st.sampled_from([(FULL,), (FULL, SLIDING)]),
 )
 def test_every_slot_is_in_one_state_and_what_is_saved_is_never_negative(
-    requests: list[tuple[int, int, int]], block_size: int, cache: str | None, layers: tuple[Any, ...]
+    requests: list[tuple[int, int, int]], block_size: int, caches: bool, layers: tuple[Any, ...]
 ) -> None:
-    bench = Bench(block_size, 2 * len(layers) * 128 // block_size, layers=layers, cache=cache)
+    bench = Bench(block_size, 2 * len(layers) * 128 // block_size, layers=layers, caches=caches)
     for index, (num_prompt, num_output, n) in enumerate(requests):
         bench.add(f"r{index}", num_prompt, num_output, n, first_token=100 * (index % 2))
     total = (bench.scheduler.kv.pool.num_blocks - 1) * block_size

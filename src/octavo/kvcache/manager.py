@@ -43,7 +43,7 @@ class KVCacheManager:
     Args:
         spec: block size and groups.
         num_blocks: size of the pool, including the null block.
-        prefix_cache: `hashed`, or `radix` to evict leaves first; None to cache no prefixes.
+        caches_prefixes: whether full blocks are found by the tokens that they hold.
         eviction: name of the policy that chooses which cached block to evict, on the device and in host memory.
         identity: inputs of keys and values other than the tokens: model fingerprint, dtype, codec, …
         num_swap_slots: blocks of host memory for preempted sequences.
@@ -66,7 +66,7 @@ class KVCacheManager:
         self,
         spec: KVCacheSpec,
         num_blocks: int,
-        prefix_cache: str | None = "hashed",
+        caches_prefixes: bool = True,
         eviction: str = "lru",
         *,
         identity: tuple[str, ...] = (),
@@ -79,24 +79,22 @@ class KVCacheManager:
         logs_events: bool = False,
     ) -> None:
         self.spec = spec
-        self.caches_prefixes = caches = prefix_cache is not None
+        self.caches_prefixes = caches_prefixes
         if num_blocks < 2:
             raise CacheError(f"a pool needs the null block and at least one other, got {num_blocks}")
-        self.blocks = BlockRecords(num_blocks, spec.block_size if caches else 0)
+        self.blocks = BlockRecords(num_blocks, spec.block_size if caches_prefixes else 0)
         self._windows = spec.windows()
         self.prefix_cache = PrefixIndex(self.blocks, identity, self._windows)
-        policy = make_eviction_policy(eviction)
-        policy.tree = self.prefix_cache if prefix_cache == "radix" else None
         host = HostMemory(
             num_swap_slots + num_prefix_slots, num_swap_slots, spec.block_size, make_eviction_policy(eviction)
         )
         self.hierarchy = CacheHierarchy(
             self.blocks, self.prefix_cache, host, spec.block_size, len(self._windows), demotion
         )
-        self.ledger = CacheLedger(num_blocks if caches else 0, self.blocks, clock)
+        self.ledger = CacheLedger(num_blocks if caches_prefixes else 0, self.blocks, clock)
         self.evicted = Latest[BlockId](MOST_EVICTED)
         self.copied = Latest[RequestCopy](MOST_COPIED)
-        logs_events = logs_events and caches and self._windows[0] is None
+        logs_events = logs_events and caches_prefixes and self._windows[0] is None
         self.events = KVEventLog(self.blocks, self.prefix_cache) if logs_events else None
         # None of these refers to the pool, so that all are freed as soon as they are dropped. The index comes last,
         # because the others read what the blocks contain.
@@ -107,7 +105,7 @@ class KVCacheManager:
             self.ledger.evicted,
             self.prefix_cache.drop,
         )
-        self.pool = BlockPool(self.blocks, policy, on_evict)
+        self.pool = BlockPool(self.blocks, make_eviction_policy(eviction), on_evict)
         budget_blocks = int(pin_budget * (num_blocks - 1))
         tenant_blocks = int(pin_tenant_share * budget_blocks)
         self.pins = PinTable(self.pool, budget_blocks, tenant_blocks, self.prefix_cache.longest, clock)

@@ -5,7 +5,7 @@
 
 The index owns no blocks: the pool decides what is evicted, and calls `drop`. A block is put in only after its keys and
 values are computed. A parent is known by its key, because ids are reused; it need not be published, so a parent that is
-published again has its children at once. Leaf-first eviction, events, drafts and the ledger read the same tree.
+published again has its children at once. Events, drafts and the ledger read the same tree.
 """
 
 from __future__ import annotations

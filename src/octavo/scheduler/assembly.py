@@ -52,7 +52,7 @@ def assemble_cache(
     return KVCacheManager(
         spec,
         num_blocks,
-        config.prefix_cache if config.enable_prefix_caching else None,
+        config.enable_prefix_caching,
         config.eviction_policy,
         identity=identity,
         num_swap_slots=num_host_blocks,

@@ -242,11 +242,6 @@ class AdaptiveEviction(LruEviction):
             victims += some
         return victims
 
-    def restore(self, block_id: BlockId) -> None:
-        if self._ghosts is not None:
-            self._ghosts.take(self._prefixes[block_id].to_bytes(PREFIX_BYTES, "little"))
-        self._prepend(_RINGS[self._kinds[block_id]], block_id)
-
     @property
     def _num_blocks(self) -> int:
         """The number of blocks that may be held: all but the null block."""

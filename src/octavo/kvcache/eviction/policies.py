@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
@@ -20,13 +20,6 @@ def as_list(block_ids: SomeBlocks) -> Sequence[BlockId]:
     return cast(list[BlockId], block_ids.tolist()) if isinstance(block_ids, np.ndarray) else block_ids
 
 
-class Tree(Protocol):
-    """The part of the prefix index that leaf-first eviction needs."""
-
-    def parent(self, block_id: BlockId, /) -> BlockId | None: ...
-    def children(self, block_id: BlockId, /) -> Iterator[BlockId]: ...
-
-
 class EvictionPolicy(ABC):
     """The order in which cached blocks are evicted.
 
@@ -34,24 +27,13 @@ class EvictionPolicy(ABC):
     about blocks that it does not hold, which it may ignore:
 
         publish ──> (active) ──add──> held ──evict──> gone, until its id is published again
-                       ^  hit          │  ^
-                       └────remove─────┘  └──restore, right after evict
+                       ^  hit          │
+                       └────remove─────┘
 
     Every operation is O(1) or amortised O(log n) per block, n being the number of held blocks.
-
-    With a tree, only blocks without cached children are evicted, because evicting any other block would make its
-    descendants unreachable while they still take memory. A victim with cached children is set aside and returns to its
-    old place when the last of them leaves. Each block is set aside at most once between two additions, so `evict` stays
-    amortised O(log n) and O(active children). Active children do not protect a block: their sequences hold their own
-    copies of the blocks before them, and the pool must be able to hand out every block that it counts as available.
-
-    Attributes:
-        tree: the index of the blocks that the pool publishes, to evict leaves first; None to ignore it.
     """
 
     def __init__(self) -> None:
-        self.tree: Tree | None = None
-        self._aside: set[BlockId] = set()
         self._length = 0
 
     @abstractmethod
@@ -76,89 +58,26 @@ class EvictionPolicy(ABC):
         A sequence adds its tail first.
         """
 
+    @abstractmethod
     def remove(self, block_ids: SomeBlocks) -> None:
         """Stop holding blocks that are referenced again. Raises KeyError if one is not held."""
-        if not self._aside:
-            self._remove(block_ids)
-            return
-        ids = as_list(block_ids)
-        self._remove([block_id for block_id in ids if block_id not in self._aside])
-        self._aside.difference_update(ids)
-        for block_id in ids:
-            if (parent := self._freed_parent(block_id, set())) is not None:
-                self.restore(parent)
 
     def evict(self, count: int) -> list[BlockId]:
         """Choose, remove and return victims. Raises KeyError, and evicts none, if fewer are held."""
         if count > len(self):
             raise KeyError(f"{count} blocks requested, {len(self)} held")
-        return self._evict(count) if self.tree is None else self._evict_leaves(count)
-
-    @abstractmethod
-    def restore(self, block_id: BlockId) -> None:
-        """Put back in its old place the block that was evicted last of all that were not put back."""
+        return self._evict(count)
 
     def __len__(self) -> int:
-        return self._length + len(self._aside)
+        return self._length
 
-    def __contains__(self, block_id: object) -> bool:
-        return isinstance(block_id, int) and (self._holds(block_id) or block_id in self._aside)
-
+    @abstractmethod
     def __iter__(self) -> Iterator[BlockId]:
-        yield from self._in_order()
-        yield from self._aside
+        """Iterate over the held blocks, once each."""
 
     @abstractmethod
     def _evict(self, count: int) -> list[BlockId]:
         """Remove and return that many victims; at least as many must be held."""
-
-    @abstractmethod
-    def _in_order(self) -> Iterator[BlockId]:
-        """Iterate over what is held by place, once each."""
-
-    @abstractmethod
-    def _remove(self, block_ids: SomeBlocks) -> None:
-        """Stop holding blocks that are not set aside. Raises KeyError if one is not held."""
-
-    @abstractmethod
-    def _holds(self, block_id: int) -> bool: ...
-
-    def _evict_leaves(self, count: int) -> list[BlockId]:
-        victims: list[BlockId] = []
-        most = count
-        while len(victims) < count:
-            if not self._length:
-                raise KeyError("only blocks that wait for their children are held")
-            candidates = self._evict(min(most, count - len(victims), self._length))
-            most *= 2
-            rest = set(candidates)
-            for number, block_id in enumerate(candidates, 1):
-                rest.discard(block_id)
-                if self._has_cached_child(block_id, rest):
-                    self._aside.add(block_id)
-                    continue
-                victims.append(block_id)
-                if (parent := self._freed_parent(block_id, rest)) is not None:
-                    # It may precede the other candidates, so choose again. This may happen with every victim, as under
-                    # FIFO, so fewer are taken at a time.
-                    for other in (*reversed(candidates[number:]), parent):
-                        self.restore(other)
-                    most = 1
-                    break
-        return victims
-
-    def _has_cached_child(self, block_id: BlockId, candidates: set[BlockId]) -> bool:
-        """Whether a child of a block is cached, or among the candidates that have just been taken out."""
-        assert self.tree is not None
-        return any(child in candidates or child in self for child in self.tree.children(block_id))
-
-    def _freed_parent(self, block_id: BlockId, candidates: set[BlockId]) -> BlockId | None:
-        """Return the parent of a block that has left, if it is set aside, but need no longer be: it is taken out."""
-        parent = self.tree.parent(block_id) if self.tree is not None and self._aside else None
-        if parent is None or parent not in self._aside or self._has_cached_child(parent, candidates):
-            return None
-        self._aside.remove(parent)
-        return parent
 
 
 class LruEviction(EvictionPolicy):
@@ -191,10 +110,7 @@ class LruEviction(EvictionPolicy):
     def add(self, block_ids: SomeBlocks) -> None:
         self._append(-1, block_ids)
 
-    def restore(self, block_id: BlockId) -> None:
-        self._prepend(-1, block_id)
-
-    def _remove(self, block_ids: SomeBlocks) -> None:
+    def remove(self, block_ids: SomeBlocks) -> None:
         following, preceding = self._next, self._previous
         if isinstance(block_ids, np.ndarray):
             self._remove_many(block_ids)
@@ -211,10 +127,7 @@ class LruEviction(EvictionPolicy):
     def _evict(self, count: int) -> list[BlockId]:
         return self._take(-1, count)
 
-    def _holds(self, block_id: int) -> bool:
-        return 0 < block_id < len(self._next) - self._NUM_RINGS and self._next[block_id] != NULL_BLOCK
-
-    def _in_order(self) -> Iterator[BlockId]:
+    def __iter__(self) -> Iterator[BlockId]:
         for end in range(-1, -1 - self._NUM_RINGS, -1):
             yield from self._ring(end)
 
@@ -243,12 +156,6 @@ class LruEviction(EvictionPolicy):
                 newest = block_id
         following[newest], preceding[end] = end, newest
         self._length += len(block_ids)
-
-    def _prepend(self, end: int, block_id: BlockId) -> None:
-        oldest = self._next[end]
-        self._next[end] = self._previous[oldest] = block_id
-        self._previous[block_id], self._next[block_id] = end, oldest
-        self._length += 1
 
     def _take(self, end: int, most: int) -> list[BlockId]:
         """Remove and return the oldest blocks of a ring, at most so many."""
@@ -286,7 +193,7 @@ class RankedEviction(EvictionPolicy):
     A subclass sets `_ranks`, an integer by block id, which does not change while a block is held.
 
         heap     numbers of a rank, a stamp and a block id, from the highest bits to the lowest
-        stamps   by block id: the stamp of its number in the heap, negative if the block is not held
+        stamps   by block id: the stamp of its number in the heap, 0 if the block is not held
 
     The number of a block that was removed stays in the heap, and is skipped there, until an eighth of all are such.
     """
@@ -312,32 +219,24 @@ class RankedEviction(EvictionPolicy):
             heappush(self._heap, self._number(block_id))
         self._length += len(block_ids)
 
-    def restore(self, block_id: BlockId) -> None:
-        self._stamps[block_id] = -self._stamps[block_id]
-        heappush(self._heap, self._number(block_id))
-        self._length += 1
-
     def _evict(self, count: int) -> list[BlockId]:
         victims: list[BlockId] = []
         while len(victims) < count:
             if self._is_held(number := heappop(self._heap)):
                 block_id = BlockId(number & 0xFFFFFFFF)
-                self._stamps[block_id] = -self._stamps[block_id]
+                self._stamps[block_id] = 0
                 victims.append(block_id)
         self._length -= count
         return victims
 
-    def _in_order(self) -> Iterator[BlockId]:
+    def __iter__(self) -> Iterator[BlockId]:
         return (BlockId(number & 0xFFFFFFFF) for number in filter(self._is_held, self._heap))
 
-    def _holds(self, block_id: int) -> bool:
-        return 0 <= block_id < len(self._stamps) and self._stamps[block_id] > 0
-
-    def _remove(self, block_ids: SomeBlocks) -> None:
+    def remove(self, block_ids: SomeBlocks) -> None:
         for block_id in as_list(block_ids):
-            if self._stamps[block_id] <= 0:
+            if not self._stamps[block_id]:
                 raise KeyError(block_id)
-            self._stamps[block_id] = -self._stamps[block_id]
+            self._stamps[block_id] = 0
         self._length -= len(block_ids)
         if len(self._heap) > self._length + self._length // 8 + 64:
             self._heap = list(filter(self._is_held, self._heap))
