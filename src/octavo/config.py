@@ -80,7 +80,18 @@ def _read_overrides(given: str | dict[str, Any]) -> str:
 
 
 # vLLM's names.
-CHECKPOINT_FORMATS = ("awq", "awq_marlin", "compressed-tensors", "fp8", "gguf", "gptq", "gptq_marlin")
+CHECKPOINT_FORMATS = (
+    "awq",
+    "awq_marlin",
+    "bitsandbytes",
+    "compressed-tensors",
+    "fp8",
+    "gguf",
+    "gptq",
+    "gptq_marlin",
+    "modelopt",
+    "mxfp4",
+)
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 _model = partial(option, group="model options")

@@ -23,6 +23,7 @@ from octavo.checkpoint.hub import choose_gguf
 from octavo.checkpoint.model_source import load_model_config, model_fingerprint, model_of, resolve_model, tokenizer_of
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, CorruptModelError, ModelNotFoundError
+from octavo.text.tokenizer_loading import load_tokenizer
 from tests.models import tiny
 
 COMMIT = "c" * 40
@@ -222,6 +223,8 @@ def test_options_about_a_model_reach_its_source(tmp_path: Path) -> None:
     only_tokenizer.mkdir()
     (folder / "tokenizer.json").rename(only_tokenizer / "tokenizer.json")
     assert tokenizer_of(EngineConfig(model=str(folder), tokenizer=str(only_tokenizer))).path == only_tokenizer
+    with pytest.raises(ModelNotFoundError, match="no file or folder /nowhere"):
+        load_tokenizer(EngineConfig(model=str(folder), tokenizer="/nowhere"))
     for wrong in ("[1]", "{", '"text"'):
         with pytest.raises(ConfigError, match="hf_overrides must be a JSON object"):
             EngineConfig(hf_overrides=wrong)

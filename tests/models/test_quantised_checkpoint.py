@@ -53,6 +53,15 @@ def fp8_in_channels(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     return {"weight": quants, "weight_scale": scales}, quants.float() * scales
 
 
+def fp8_whole(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    quants = (weight * 50).to(torch.float8_e4m3fn)
+    return {
+        "weight": quants,
+        "weight_scale": torch.tensor(0.02),
+        "input_scale": torch.tensor(0.1),
+    }, quants.float() * 0.02
+
+
 def int8(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     quants = (weight * 40).round().clamp(-127, 127).to(torch.int8)
     return {"weight": quants, "weight_scale": torch.tensor([0.02])}, quants.float() * 0.02
@@ -139,6 +148,7 @@ def compressed(format: str, **weights: Any) -> dict[str, Any]:
 
 SCHEMES: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], tuple[Parts, torch.Tensor]]]] = {
     "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, fp8_in_blocks),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_whole),
     "W8A8, fp8": (compressed("float-quantized"), fp8_in_channels),
     "W8A8, fp8 in blocks": (
         compressed("float-quantized", block_structure=[24, 40]),

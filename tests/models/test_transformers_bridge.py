@@ -366,8 +366,12 @@ def test_code_that_a_folder_brings_is_not_run(
     assert "y/N" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("method", [{"quant_method": "bitsandbytes", "load_in_4bit": True}, {"quant_method": "hqq"}])
-def test_a_quantisation_whose_package_is_missing_is_refused(method: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method", [{"quant_method": "bitsandbytes", "load_in_4bit": True}, {"quant_method": "hqq"}, {"quant_method": "new"}]
+)
+def test_a_quantisation_whose_package_is_missing_or_that_is_unknown_is_refused(
+    method: dict[str, Any], tmp_path: Path
+) -> None:
     build("Olmo2").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))

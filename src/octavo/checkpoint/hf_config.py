@@ -231,7 +231,7 @@ def _why_not_native(
 def _unread_quantization(quantization: Mapping[str, Any]) -> str | None:
     """Return what `models/quantised_checkpoint.py` does not read of a `quantization_config`; None if it reads it."""
     method = quantization.get("quant_method")
-    if method in ("fp8", "mxfp4"):
+    if method in ("fp8", "mxfp4") or (method, quantization.get("quant_algo")) == ("modelopt", "FP8"):
         return None
     if method in ("gptq", "awq"):
         bits = quantization.get("bits", quantization.get("w_bit", 4))

@@ -30,8 +30,10 @@ _OTHER_FLAGS = {
     "-tp": "write --tensor-parallel-size",
     "--pipeline-parallel-size": "Octavo serves on one device",
     "--trust-remote-code": "Octavo runs no code out of a model's folder; most models need none, so leave it out",
-    "--enable-lora": "adapters (LoRA) are not supported: merge them into the model",
-    "--lora-modules": "adapters (LoRA) are not supported: merge them into the model",
+    **dict.fromkeys(
+        ("--enable-lora", "--lora-modules", "--lora"), "adapters (LoRA) are not supported: merge them into the model"
+    ),
+    "-q": "write --quantization",
     "-hf": "the model is an argument without a flag, as in org/name:Q4_K_M",
     "--hf-repo": "the model is an argument without a flag, as in org/name:Q4_K_M",
     "--numa": "write --tensor-parallel-size auto for a rank on each NUMA node, or --cpu-list with the CPUs of one",

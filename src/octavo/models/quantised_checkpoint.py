@@ -1,6 +1,7 @@
 """Matrices that a safetensors checkpoint stores quantised, read as floats, or in the nearest format of the kernels.
 
     fp8                 X.weight f8 [out, in], X.weight_scale_inv [out / b, in / b]: a scale for each block
+    modelopt            X.weight f8 [out, in], X.weight_scale []
     compressed-tensors  X.weight f8 or i8 [out, in], or X.weight_packed i32 [out, in / n];
                         X.weight_scale [1], [out, 1] or [out, groups], X.weight_zero_point of the same shape,
                         X.weight_g_idx [in]: the group of each input

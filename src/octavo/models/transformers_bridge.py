@@ -99,6 +99,7 @@ class TransformersModel(CausalLM):
         """
         import transformers
         from huggingface_hub.errors import StrictDataclassError
+        from transformers.quantizers.auto import AutoHfQuantizer
 
         if not (Path(folder) / "config.json").is_file():
             raise ModelNotFoundError(f"{folder} has no config.json")
@@ -116,6 +117,12 @@ class TransformersModel(CausalLM):
                 name = type(config).__name__
                 raise UnsupportedModelError(f"{name}: transformers has no causal language model for it")
             _refuse_unsupported(model_class, config)
+            quantization = raw.get("quantization_config")
+            # transformers would take the stored numbers for the weights.
+            if quantization and not AutoHfQuantizer.supports_quant_method(quantization):
+                raise UnsupportedModelError(
+                    f"{folder}: transformers cannot read weights quantised by {quantization.get('quant_method')!r}"
+                )
             model, report = model_class.from_pretrained(
                 folder,
                 config=config,

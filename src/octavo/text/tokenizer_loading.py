@@ -40,13 +40,15 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
     Raises:
         ConfigError: the chat template cannot be read.
-        ModelError: see `Tokenizer.from_source`.
+        ModelError: see `Tokenizer.from_source`; or the configuration names a tokenizer, and there is none.
     """
     template = None if config.chat_template is None else _read_template(config.chat_template)
     try:
         tokenizer = Tokenizer.from_source(tokenizer_of(config))
         return tokenizer if template is None else tokenizer.with_chat_template(template)
     except ModelNotFoundError as error:
+        if config.tokenizer is not None:
+            raise
         logger.warning("%s; prompts must be token ids", error)
         return None
 
