@@ -27,7 +27,7 @@ from octavo.errors import ConfigError
         ("eviction_policy", True, "eviction_policy must be one of lru, fifo"),
         ("eviction_policy", "lfu", "eviction_policy: 'lfu' was removed; use 'adaptive'"),
         ("dtype", ["auto"], "dtype must be one of auto, bfloat16"),
-        ("model", 5, "model must be a text, got 5"),
+        ("model", 5, "model must be a string, got 5"),
         ("limits", {"max_n": 2.0}, "limits: max_n must be an integer, got 2.0"),
     ],
 )

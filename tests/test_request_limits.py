@@ -186,4 +186,4 @@ def test_sampling_params_repeat_no_long_value_of_a_client(name: str) -> None:
         with pytest.raises(RequestError) as refusal:
             SamplingParams(**{name: value})
         assert len(str(refusal.value)) < 200
-        assert refusal.value.param == name
+        assert refusal.value.param in (name, f"{name}[0]")

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from math import inf, isfinite
-from numbers import Integral, Real
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Self, TypedDict, Union, Unpack, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, ClassVar, Self, TypedDict, Unpack, get_args, get_type_hints
 
 from octavo.errors import ConfigError, require_packages, shown
 from octavo.units import BYTES, SWAP_BYTES, Unit, exact_bytes, parse_count
+from octavo.value_type import ValueType, plain_classes, types_of, words_of, wrong_element
 
 HIDDEN = "(hidden)"
 NONE = "none"
@@ -56,6 +55,10 @@ def option(default: Any, help: str, **declared: Unpack[Declaration]) -> Any:
     return field(default=default, repr=not declared.get("secret"), metadata=metadata)
 
 
+def config_error(name: str, problem: str) -> ConfigError:
+    return ConfigError(f"{name} {problem}")
+
+
 @dataclass(frozen=True)
 class Option:
     """One option of a dataclass: its name, type and default, and what `option` was given.
@@ -76,6 +79,7 @@ class Option:
             entries; and the largest number of characters in one of them.
         secret: whether the value must never be shown.
         internal: whether the option is a keyword only: no flag, environment variable or TOML key.
+        error: makes an exception of an option's name and what is wrong with its value, "must be …, got …".
     """
 
     name: str
@@ -98,31 +102,51 @@ class Option:
     text_limit: str | None = None
     secret: bool = False
     internal: bool = False
+    error: Callable[[str, str], Exception] = config_error
 
     @cached_property
-    def types(self) -> tuple[Any, ...]:
+    def types(self) -> tuple[ValueType, ...]:
         """The alternatives of the type, without None."""
-        union = get_args(self.hint) if get_origin(self.hint) in (Union, UnionType) else (self.hint,)
-        return tuple(each for each in union if each is not NoneType)
+        return types_of(self.hint)
+
+    @cached_property
+    def type_names(self) -> frozenset[str]:
+        """Their names in JSON Schema."""
+        return frozenset(each.name for each in self.types)
+
+    @cached_property
+    def is_optional(self) -> bool:
+        """Whether the value may be None."""
+        return NoneType in get_args(self.hint)
+
+    @cached_property
+    def initial(self) -> Any:
+        """The value to keep if none is given."""
+        return self.checked(self.default)
 
     @cached_property
     def choices(self) -> tuple[str, ...]:
         """The words that may be given."""
-        return tuple(word for each in self.types if get_origin(each) is Literal for word in get_args(each))
+        return tuple(word for each in self.types for word in each.choices)
 
     @property
     def is_switch(self) -> bool:
-        return bool in self.types
+        return "boolean" in self.type_names
 
-    @property
+    @cached_property
     def is_list(self) -> bool:
-        """Whether the value is a list of texts."""
-        return any(get_origin(each) is Sequence for each in self.types)
+        """Whether the value is a list of texts or numbers, of which one may be given alone."""
+        return any(each.name == "array" and each.inside[0].record is None for each in self.types)
 
-    @property
+    @cached_property
+    def record(self) -> type[Any] | None:
+        """The dataclass that the value becomes."""
+        return next((each.record for each in self.types), None)
+
+    @cached_property
     def is_table(self) -> bool:
         """Whether the value is a table of options."""
-        return is_dataclass(self.types[0])
+        return self.record is not None and issubclass(self.record, Options)
 
     @property
     def is_choice(self) -> bool:
@@ -132,14 +156,7 @@ class Option:
     @property
     def expected(self) -> str:
         """A description of valid values, for an error."""
-        if self.unit is not None:
-            return self.unit.words + " or none" * self.none
-        if self.is_choice:
-            return f"one of {', '.join(self.choices)}"
-        words = [_WORDS[each] for each in self.types if each in _WORDS]
-        if self.is_list:
-            words = ["a text or a list of texts"]
-        return " or ".join((*words, *self.choices))
+        return words_of(self.types) if self.unit is None else self.unit.words + " or none" * self.none
 
     def argv(self, value: Any) -> list[str]:
         """Return the flag that gives `value`."""
@@ -173,60 +190,84 @@ class Option:
                 )
             return texts
         if self.is_table:
-            return _parse_table(text, self.types[0], where)
-        if text in self.choices or self._is_text_of_unit(text) or (str in self.types and not self.choices):
+            return _parse_table(text, self.record, where)  # type: ignore[arg-type]
+        is_text = "string" in self.type_names and not self.choices
+        if text in self.choices or self._is_text_of_unit(text) or is_text:
             return text
         if self.is_choice:
             raise self._wrong(text, where)
         try:
-            return float(text) if float in self.types else parse_count(text)
+            return float(text) if "number" in self.type_names else parse_count(text)
         except ValueError:
             raise self._wrong(text, where) from None
 
     def accept(self, value: object, where: str) -> Any:
         """Return the value of what a TOML file has; raises `ConfigError` as `parse` does."""
         if self.is_table and not isinstance(value, str):
-            return dict(_checked_names(value, self.types[0], where))
-        if self.is_list:
-            texts = [value] if isinstance(value, str) else value
-            if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-                raise ConfigError(f"{where} must be {self.expected}")
-            if not texts:
-                raise ConfigError(f"{where} is an empty list: give a value, or leave the option out")
-            return tuple(texts)
-        if isinstance(value, str) and not self.is_switch:
+            return dict(_checked_names(value, self.record, where))  # type: ignore[arg-type]
+        if isinstance(value, str) and not self.is_switch and not self.is_list:
             return self.parse(value, where)
-        if not any(_fits(value, hint) for hint in self.types):
-            raise self._wrong(value, where)
-        return float(value) if float in self.types else value  # type: ignore[arg-type]
+        if value == []:
+            raise ConfigError(f"{where} is an empty list: give a value, or leave the option out")
+        return self.checked(value, where)
 
-    def checked(self, value: Any) -> Any:
-        """Return the value to keep for a keyword's value; raises `ConfigError` with both in the message."""
-        if value is None and NoneType in get_args(self.hint):
-            return None
+    def checked(self, value: Any, where: str = "") -> Any:
+        """Return the value to keep for a keyword's value; raises what `error` makes, with both in the message.
+
+        Args:
+            where: what the message calls the option, if not by its name.
+        """
+        if (value is None and self.is_optional) or (self.record is not None and isinstance(value, self.record)):
+            return value
+        where = where or self.name
         if self.is_list:
-            value = (value,) if isinstance(value, str) else tuple(value)
-            if not all(value):
-                raise ConfigError(f"{self.name} must not be empty")
+            value = self._elements(value, where)
         elif self.is_table:
-            return value if isinstance(value, self.types[0]) else self._table(value)
-        elif not self._is_text_of_unit(value) and not any(_fits(value, hint) for hint in self.types):
-            raise self._wrong(value, self.name)
+            return self._table(value)
+        elif type(value) not in self._plain_classes and not self._fits(value):
+            raise self._wrong(value, where)
         read = self.read if self.unit is None else self.unit.read
         if read is not None:
             value = read(value)
-        if not isinstance(value, str) and (int in self.types or float in self.types):
-            self._check_range(value)
+        if self._is_number and not isinstance(value, str):
+            value = self._in_range(value, where)
         if self.check is not None:
             for each in value if self.is_list else (value,):
-                self.check(each, self.name)
+                self.check(each, where)
         return value
+
+    def _elements(self, value: Any, where: str) -> tuple[Any, ...] | frozenset[Any]:
+        """Return the elements of a list, or of one that has a single one; None is an empty list."""
+        (kind,) = (each for each in self.types if each.name == "array")
+        if isinstance(value, str) and kind.inside[0].fits(value):
+            value = (value,)
+        elif value is not None and not kind.fits(value):
+            raise self._wrong(value, where)
+        elements = () if value is None else tuple(value)
+        if (found := wrong_element(elements, kind.inside)) is not None:
+            place, wrong = found
+            got = HIDDEN if self.secret else shown(wrong)
+            raise self.error(where + place, f"must be {words_of(kind.inside)}, got {got}")
+        if "" in elements:
+            raise self.error(where, "must not be empty")
+        return frozenset(elements) if kind.is_unordered else elements
+
+    @cached_property
+    def _plain_classes(self) -> frozenset[type]:
+        return plain_classes(self.types)
+
+    def _fits(self, value: object) -> bool:
+        return self._is_text_of_unit(value) or any(each.fits(value) for each in self.types)
+
+    @cached_property
+    def _is_number(self) -> bool:
+        return not self.type_names.isdisjoint(("integer", "number"))
 
     def _is_text_of_unit(self, value: object) -> bool:
         return isinstance(value, str) and self.unit is not None and self.unit.read is not None
 
     def _table(self, value: Any) -> Any:
-        table = self.types[0]
+        table: Any = self.record
         entries = _parse_table(value, table, self.name) if isinstance(value, str) else value
         _checked_names(entries, table, self.name)
         try:
@@ -234,23 +275,33 @@ class Option:
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
 
-    def _check_range(self, value: Any) -> None:
+    def _in_range(self, value: Any, where: str) -> int | float:
+        """Return the number as the type has it, whoever gave another kind of number."""
+        number: int | float = value
+        if type(value) is not float and "integer" not in self.type_names:
+            try:
+                number = float(value)
+            except OverflowError:
+                number = inf
+        elif type(value) not in (int, float):
+            number = int(value)
         least, most = self.least, self.most
-        in_range = (least is None or value >= least) and (self.above is None or value > self.above)
-        if in_range and (value <= most if most is not None else isfinite(value)):
-            return
+        in_range = (least is None or number >= least) and (self.above is None or number > self.above)
+        is_finite = isinstance(number, int) or isfinite(number)
+        if in_range and (number <= most if most is not None else is_finite):
+            return number
         if least is not None and most not in (None, inf):
             words = f"between {least} and {most}"
         else:
             low = f"at least {least}" if least is not None else f"above {self.above}" if self.above is not None else ""
             words = " and ".join(part for part in (low, "" if most in (None, inf) else f"at most {most}") if part)
-        words = words if isfinite(value) else f"a finite number {words}"
-        raise ConfigError(f"{self.name} must be {words}, got {value}")
+        words = words if is_finite else f"a finite number {words}"
+        raise self.error(where, f"must be {words}, got {shown(value)}")
 
-    def _wrong(self, value: object, where: str) -> ConfigError:
+    def _wrong(self, value: object, where: str) -> Exception:
         if isinstance(value, str) and (instead := self.removed.get(value)) is not None:
             return ConfigError(f"{where}: {value!r} was removed; use {instead!r}")
-        return ConfigError(f"{where} must be {self.expected}, got {HIDDEN if self.secret else shown(value)}")
+        return self.error(where, f"must be {self.expected}, got {HIDDEN if self.secret else shown(value)}")
 
 
 def options_of(config: type[Any]) -> Mapping[str, Option]:
@@ -261,11 +312,23 @@ def options_of(config: type[Any]) -> Mapping[str, Option]:
 
 @cache
 def _options_of(config: type[Any]) -> Mapping[str, Option]:
-    hints = get_type_hints(config)
+    hints, error = get_type_hints(config), getattr(config, "ERROR", config_error)
     return {
-        each.name: Option(each.name, hints[each.name], each.default, **each.metadata["option"])
+        each.name: Option(each.name, hints[each.name], each.default, **each.metadata["option"], error=error)
         for each in fields(config)
     }
+
+
+@cache
+def _defaults_of(config: type[Any]) -> tuple[tuple[str, Any, Any, Option], ...]:
+    """Return each option's name, default, and the value that is kept for the default."""
+    return tuple((name, each.default, each.initial, each) for name, each in options_of(config).items())
+
+
+@cache
+def _needing(config: type[Any]) -> tuple[tuple[str, str, Option], ...]:
+    """Return the options that need another, with its name."""
+    return tuple((name, each.needs, each) for name, each in options_of(config).items() if each.needs is not None)
 
 
 class Options:
@@ -273,21 +336,23 @@ class Options:
 
     Attributes:
         REMOVED: what replaces each option that there was once, by its name.
+        ERROR: see `Option.error`.
     """
 
     __slots__ = ()
     REMOVED: ClassVar[Mapping[str, str]] = {}
+    ERROR: ClassVar[type[Exception] | Callable[[str, str], Exception]] = config_error
 
     def __post_init__(self) -> None:
-        declared = options_of(self.__class__)
-        for name, each in declared.items():
-            object.__setattr__(self, name, each.checked(getattr(self, name)))
-        for name, each in declared.items():
-            if each.needs is None:
-                continue
-            is_given = getattr(self, name) != each.checked(each.default)
-            if is_given and getattr(self, each.needs) is None:
-                raise ConfigError(f"{name} needs {each.needs}, which is not given")
+        config: Any = self.__class__  # mypy takes the class for one of its instances, which need not be hashable
+        for name, default, initial, each in _defaults_of(config):
+            value = getattr(self, name)
+            kept = initial if value is default else each.checked(value)
+            if kept is not value:
+                object.__setattr__(self, name, kept)
+        for name, needed, each in _needing(config):
+            if not getattr(self, needed) and getattr(self, name) != each.initial:
+                raise each.error(name, f"needs {needed}, which is not given")
         self._check_together()
 
     def changed(self) -> dict[str, Any]:
@@ -385,15 +450,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if found := difflib.get_close_matches(name[:80], names, n=1, cutoff=0.6):
         return f"; did you mean {found[0]}?"
     return f"; known: {', '.join(names)}"
-
-
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a value is of a type. `deterministic="false"` must be refused: it would be true."""
-    if get_origin(hint) is Literal:
-        return isinstance(value, str) and value in get_args(hint)
-    if hint in (int, float):
-        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
-    return isinstance(value, (str, os.PathLike) if hint is str else get_origin(hint) or hint)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from types import NoneType
-from typing import Any, Literal, NamedTuple, get_args
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 from octavo.errors import FieldError, shown
 from octavo.kv_budget import KVBudget
-from octavo.option import option, options_of
+from octavo.option import Options, option, options_of
 from octavo.request_limits import RequestLimits
 from octavo.structured_outputs import StructuredOutputsParams
 
@@ -19,10 +17,31 @@ MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
 MAX_TOP_K = 2**31 - 1
 GREEDY_EPSILON = 1e-5
+_LARGEST_BIAS = 100
+
+
+def _check_token_id(token_id: int, name: str) -> None:
+    if token_id < 0:
+        raise FieldError(name, f"must contain token ids of at least 0, got {shown(token_id)}")
+
+
+def _biases(given: Mapping[Any, float]) -> dict[int, float]:
+    """Return biases by token id; JSON's keys are texts."""
+    try:
+        biases = {int(key) if isinstance(key, str) else key: bias for key, bias in given.items()}
+    except ValueError:
+        raise FieldError("logit_bias", 'must have token ids as keys, such as "50256"') from None
+    for token_id, bias in biases.items():
+        if type(token_id) is not int or token_id < 0:
+            raise FieldError("logit_bias", f"must have token ids as keys, got {shown(token_id)}")
+        if type(bias) not in (int, float) or not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:
+            problem = f"must have numbers between {-_LARGEST_BIAS} and {_LARGEST_BIAS}, got {shown(bias)}"
+            raise FieldError("logit_bias", problem)
+    return biases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Options):
     """The parameters, validated at construction; raises `RequestError` naming the field and the value.
 
     From each field come its check, the flag of `octavo generate` and its range in the API's description.
@@ -62,6 +81,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
     """
 
+    ERROR: ClassVar = FieldError
+
     n: int = option(1, "completions of each prompt", least=1, limit="max_n")
     best_of: int | None = option(
         None,
@@ -75,9 +96,10 @@ class SamplingParams:
         "beam search: above 0 favours long completions, below 0 short ones",
         least=-MAX_LENGTH_PENALTY,
         most=MAX_LENGTH_PENALTY,
+        needs="use_beam_search",
     )
     early_stopping: bool | Literal["never"] = option(
-        False, "beam search: stop as soon as there are enough finished beams"
+        False, "beam search: stop as soon as there are enough finished beams", needs="use_beam_search"
     )
     temperature: float = option(1.0, "0 always takes the most likely token; higher values vary more", least=0)
     top_p: float = option(
@@ -104,7 +126,7 @@ class SamplingParams:
         text_limit="max_stop_string_length",
     )
     stop_token_ids: Collection[int] = option(
-        (), "token ids that end the output, such as 1,2,3", limit="max_stop_token_ids"
+        (), "token ids that end the output, such as 1,2,3", limit="max_stop_token_ids", check=_check_token_id
     )
     ignore_eos: bool = option(False, "continue past the model's end-of-sequence token")
     max_tokens: int | None = option(16, "maximum number of output tokens", least=1)
@@ -117,10 +139,16 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = option(None, "the same for the prompt's tokens", least=0, most=MAX_LOGPROBS)
     logit_bias: Mapping[int, float] | None = option(
-        None, "numbers added to the logits of token ids, such as '{\"42\": -100}'", limit="max_logit_bias"
+        None,
+        "numbers added to the logits of token ids, such as '{\"42\": -100}'",
+        limit="max_logit_bias",
+        read=_biases,
     )
     allowed_token_ids: Collection[int] | None = option(
-        None, "the only token ids that may be sampled, such as 1,2,3", limit="max_allowed_token_ids"
+        None,
+        "the only token ids that may be sampled, such as 1,2,3",
+        limit="max_allowed_token_ids",
+        check=_check_token_id,
     )
     bad_words: Sequence[str] = option(
         (),
@@ -130,82 +158,35 @@ class SamplingParams:
     )
     include_stop_str_in_output: bool = option(False, "keep the stop string at the end of the output")
     structured_outputs: StructuredOutputsParams | None = option(  # noqa: RUF009 (the default is None)
-        None, 'constraint on the output, such as \'{"regex": "[0-9]+"}\' (docs/serve/structured_outputs.md)'
+        None,
+        'constraint on the output, such as \'{"regex": "[0-9]+"}\' (docs/serve/structured_outputs.md)',
+        read=StructuredOutputsParams.of,
     )
     kv_budget: KVBudget | None = option(  # noqa: RUF009 (the default is None)
-        None, 'keys and values to keep, such as \'{"mode": "sinks", "tokens": 2048}\' (docs/serve/kv_budgets.md)'
+        None,
+        'keys and values to keep, such as \'{"mode": "sinks", "tokens": 2048}\' (docs/serve/kv_budgets.md)',
+        read=KVBudget.of,
     )
     detokenize: bool = option(True, "turn the output into text; --no-detokenize gives token ids only")
     skip_special_tokens: bool = option(True, "leave special tokens out of the text")
 
-    def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", _token_id_set("stop_token_ids", self.stop_token_ids))
-        if self.allowed_token_ids is not None:
-            allowed = _token_id_set("allowed_token_ids", self.allowed_token_ids)
-            if not allowed:
-                raise FieldError("allowed_token_ids", "must not be empty")
-            object.__setattr__(self, "allowed_token_ids", allowed)
-        object.__setattr__(self, "bad_words", _tuple("bad_words", self.bad_words))
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, Mapping):
-                raise FieldError("logit_bias", f"must map token ids to numbers, got {shown(self.logit_bias)}")
-            object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        described: object = self.structured_outputs
-        if isinstance(described, Mapping):
-            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(described))
-        budget: object = self.kv_budget
-        if isinstance(budget, Mapping):
-            object.__setattr__(self, "kv_budget", KVBudget.of(budget))
-        elif budget is not None and not isinstance(budget, KVBudget):
-            raise FieldError("kv_budget", f"must be a KVBudget, got {shown(budget)}")
+    def _check_together(self) -> None:
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
-        self._validate()
-
-    def _validate(self) -> None:
-        for name, is_optional, is_integer, low, high, is_open in _numbers():
-            if (value := getattr(self, name)) is None and is_optional:
-                continue
-            if is_integer:
-                _require_int(name, value, low, high)
-            else:
-                _require_number(name, value, low, high, open_low=is_open)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise FieldError("allowed_token_ids", "must not be empty")
         if self.num_sequences < self.n:
             raise FieldError("best_of", f"must be at least {self.n}, got {self.best_of}")
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise FieldError("early_stopping", f'must be true, false or "never", got {shown(self.early_stopping)}')
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             least, most = shown(self.min_tokens), shown(self.max_tokens)
             raise FieldError("min_tokens", f"({least}) must not exceed {{}} ({most})", "max_tokens")
-        for name in (
-            "ignore_eos",
-            "detokenize",
-            "skip_special_tokens",
-            "use_beam_search",
-            "include_stop_str_in_output",
-        ):
-            if not isinstance(value := getattr(self, name), bool):
-                raise FieldError(name, f"must be true or false, got {shown(value)}")
-        for name in ("stop", "bad_words"):
-            for text in getattr(self, name):
-                if not isinstance(text, str) or not text:
-                    raise FieldError(name, f"must contain non-empty strings, got {shown(text)}")
         if self.stop and not self.detokenize:
             raise FieldError("stop", "strings need detokenize=True")
-        for token_id, bias in (self.logit_bias or {}).items():
-            _require_int("logit_bias", token_id, 0, math.inf)
-            _require_number("logit_bias", bias, -100.0, 100.0)
-        self._validate_structured()
-        self._validate_beams()
+        self._check_structured()
+        self._check_beams()
 
-    def _validate_structured(self) -> None:
+    def _check_structured(self) -> None:
         if self.structured_outputs is None:
             return
-        if not isinstance(self.structured_outputs, StructuredOutputsParams):
-            raise FieldError(
-                "structured_outputs", f"must be StructuredOutputsParams, got {shown(self.structured_outputs)}"
-            )
         # Otherwise no token might be left that both allow.
         for name in ("allowed_token_ids", "bad_words"):
             if getattr(self, name):
@@ -213,12 +194,8 @@ class SamplingParams:
         if self.use_beam_search:
             raise FieldError("structured_outputs", "cannot be combined with use_beam_search")
 
-    def _validate_beams(self) -> None:
+    def _check_beams(self) -> None:
         if not self.use_beam_search:
-            if self.length_penalty != 1.0:
-                raise FieldError("length_penalty", "needs use_beam_search")
-            if self.early_stopping is not False:
-                raise FieldError("early_stopping", "needs use_beam_search")
             return
         # Sampling filters have no meaning in a beam search; temperatures 1 and 0 are both accepted.
         allowed = {"temperature": (0, 1), "top_p": (1,), "top_k": (0,), "min_p": (0,)}
@@ -290,7 +267,7 @@ def check_limits(params: SamplingParams | Mapping[str, Any], limits: RequestLimi
     for each in options_of(SamplingParams).values():
         if each.limit is None or (value := value_of(each.name)) is None:
             continue
-        if int in each.types:
+        if "integer" in each.type_names:
             if isinstance(value, int) and value > (most := getattr(limits, each.limit)):
                 raise FieldError(each.name, f"must be at most {most} (--limits {each.limit}), got {shown(value)}")
             continue
@@ -309,76 +286,3 @@ def check_limits(params: SamplingParams | Mapping[str, Any], limits: RequestLimi
         raise FieldError(
             width, f"asks for {shown(beams)} beams, but at most {most} are allowed (--limits max_beam_width)"
         )
-
-
-class _Number(NamedTuple):
-    """A parameter that is a number, and its range; `is_open`: the lower bound is not in it."""
-
-    name: str
-    is_optional: bool
-    is_integer: bool
-    low: float
-    high: float
-    is_open: bool
-
-
-@cache
-def _numbers() -> tuple[_Number, ...]:
-    """Return the parameters that are numbers, as their fields declare them."""
-    numbers = []
-    for each in options_of(SamplingParams).values():
-        if {int, float} & {*each.types}:
-            low = each.least if each.above is None else each.above
-            assert low is not None
-            high = math.inf if each.most is None else each.most
-            is_optional = NoneType in get_args(each.hint)
-            numbers.append(_Number(each.name, is_optional, int in each.types, low, high, each.above is not None))
-    return tuple(numbers)
-
-
-def _token_id_set(name: str, value: object) -> frozenset[int]:
-    token_ids = _tuple(name, value)
-    for token_id in token_ids:
-        # Checked before they become a set, in which 1, 1.0 and True are equal.
-        _require_int(name, token_id, 0, math.inf)
-    return frozenset(token_ids)  # type: ignore[arg-type]
-
-
-def _biases(logit_bias: Mapping[Any, float]) -> dict[int, float]:
-    """Return biases by token id; JSON's keys are texts."""
-    try:
-        return {int(key) if isinstance(key, str) else key: bias for key, bias in logit_bias.items()}
-    except ValueError:
-        raise FieldError("logit_bias", 'must have token ids as keys, such as "50256"') from None
-
-
-def _tuple(name: str, value: object) -> tuple[object, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise FieldError(name, f"must be a list, got {shown(value)}")
-    return tuple(value)
-
-
-def _require_int(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise FieldError(name, f"must be an integer, got {shown(value)}")
-    if not low <= value <= high:
-        limits = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-        raise FieldError(name, f"must be {limits}, got {shown(value)}")
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond the largest float
-        return False
-
-
-def _require_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
-        raise FieldError(name, f"must be a finite number, got {shown(value)}")
-    if value < low or value > high or (open_low and value == low):
-        bound = "above" if open_low else "at least"
-        limits = f"{bound} {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
-        raise FieldError(name, f"must be {limits}, got {value:g}")

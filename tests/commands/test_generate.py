@@ -105,7 +105,7 @@ def test_results_go_to_a_file_and_nothing_to_stdout(
         ('{"prompt": "a", "max_token": 3}', "line 2: unknown field 'max_token'"),
         ('{"prompt": "a", "temperature": -1}', "line 2: temperature must be at least 0"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 2: logit_bias must have token ids as keys"),
-        ('{"prompt": "a", "stop": 3}', "line 2: stop must be a list"),
+        ('{"prompt": "a", "stop": 3}', "line 2: stop must be a string or a list of strings, got 3"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number_and_no_model_is_loaded(

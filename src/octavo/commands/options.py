@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, fields, replace
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -100,19 +100,18 @@ def _add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> No
 
 def _keywords(option: Option) -> dict[str, Any]:
     """Return the argparse keywords for an option's type."""
-    origins = {get_origin(each) for each in option.types}
     if option.is_switch:
         return {"action": argparse.BooleanOptionalAction}
-    if StructuredOutputsParams in option.types:
+    if option.record is StructuredOutputsParams:
         return {"type": _structured_outputs, "metavar": "JSON"}
-    if Mapping in origins:
+    if any(each.has_token_keys for each in option.types):
         return {"type": _token_biases, "metavar": "JSON"}
-    if Sequence in origins or Collection in origins:
-        of_text = any(get_args(each) == (str,) for each in option.types)
-        return {"action": "append", "metavar": "TEXT"} if of_text else {"type": _token_ids, "metavar": "IDS"}
+    if option.is_list:
+        of_ids = any(each.is_unordered for each in option.types)
+        return {"type": _token_ids, "metavar": "IDS"} if of_ids else {"action": "append", "metavar": "TEXT"}
     if option.is_choice:
         return {"choices": option.choices, **({"type": _value_of(option)} if option.removed else {})}
-    number = "X" if float in option.types else "N" if int in option.types else "TEXT"
+    number = "X" if "number" in option.type_names else "N" if "integer" in option.type_names else "TEXT"
     metavar = option.unit.metavar if option.unit is not None else "|".join((number, *option.choices))
     return {"type": _value_of(option), "metavar": metavar, "action": _Merge if option.is_table else "store"}
 

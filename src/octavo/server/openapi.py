@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, get_origin
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,15 +20,16 @@ from octavo.server.apis import api_of_path
 from octavo.server.bodies.fields import (
     Declared,
     Field,
-    JsonType,
     RequestBody,
     Schema,
     Served,
     fields_of,
+    record_of,
     token_count,
     token_ids,
 )
 from octavo.server.route import Access, Endpoint, Handlers, get, json_response
+from octavo.value_type import ValueType
 
 # Of a field that is known and not supported, so that it must be empty.
 UNSUPPORTED: Schema = {"enum": [None, False, "", [], {}], "description": "known, and not supported"}
@@ -85,9 +86,9 @@ def _field_schema(each: Field, server: Served) -> Schema:
     return schema | (alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives})
 
 
-def _type_schema(kind: JsonType, server: Served) -> Schema:
-    if kind.record is not None:
-        return body_schema(kind.record, server)
+def _type_schema(kind: ValueType, server: Served) -> Schema:
+    if (record := record_of(kind)) is not None:
+        return body_schema(record, server)
     schema: Schema = {"enum": list(kind.choices)} if kind.choices else {"type": kind.name}
     if kind.inside:
         alternatives = [_type_schema(each, server) for each in kind.inside]
@@ -105,13 +106,13 @@ def _parameter_ranges(option: Option, server: Served) -> dict[str, Schema]:
     most = None if option.limit is None else getattr(server.limits, option.limit)
     if option.name == "max_tokens":
         return token_count(server)
-    if int in option.types:
+    if "integer" in option.type_names:
         return {"integer": number if most is None else {**number, "maximum": most}}
     text: Schema = {"minLength": 1}
     if option.text_limit is not None:
         text["maxLength"] = getattr(server.limits, option.text_limit)
     several: Schema = {"items": {"type": "string", **text}}
-    if any(get_origin(each) is Collection for each in option.types):
+    if any(each.is_unordered for each in option.types):
         several = token_ids(server, least=1 if option.default is None else 0)
     if most is not None:
         several["maxItems"] = most

@@ -176,7 +176,7 @@ def test_cache_control_pins_the_prefix_up_to_it(client: anthropic.Anthropic, ser
         ({"container": {"skills": []}}, "container is not supported"),
         ({"output_config": {"format": {"type": "json_schema"}}}, 'output_config.format must be {"type": "json_schema"'),
         ({"output_config": {"effort": {}}}, "output_config.effort must be a string"),
-        ({"stop_sequences": [""]}, "stop_sequences must contain non-empty strings"),
+        ({"stop_sequences": [""]}, "stop_sequences must not be empty"),
         (
             {"output_format": {"type": "json_schema", "schema": {"$ref": "#/none", "a": "x" * 70_000}}},
             "output_config.format has 70024 bytes of json",

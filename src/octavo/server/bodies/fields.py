@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, TypeVar, get_type_hints
 
 from jiter import from_json
 
@@ -25,6 +24,7 @@ from octavo.errors import FieldError, RequestError, shortened, shown
 from octavo.option import Option, options_of
 from octavo.request_limits import RequestLimits
 from octavo.sampling_params import SamplingParams
+from octavo.value_type import ValueType, plain_classes, types_of, words_of, wrong_element
 
 Schema = dict[str, Any]
 Body = TypeVar("Body", bound="Declared")
@@ -98,63 +98,6 @@ class Declared:
 
 
 @dataclass(frozen=True, slots=True)
-class JsonType:
-    """One type that a value may have.
-
-    Attributes:
-        name: its name in JSON Schema.
-        words: what an error calls it.
-        inside: the types of elements or members; empty for any.
-        choices: the only texts; empty for any.
-        record: the type of an object whose members are declared.
-        has_token_keys: whether the names of members are token ids.
-    """
-
-    name: str
-    words: str
-    inside: tuple[JsonType, ...] = ()
-    choices: tuple[str, ...] = ()
-    record: type[Declared] | None = None
-    has_token_keys: bool = False
-
-
-_PYTHON: dict[str, tuple[type[Any], ...]] = {
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "string": (str,),
-}
-_PYTHON |= {"array": (list,), "object": (dict,)}
-_SCALARS = {
-    int: JsonType("integer", "an integer"),
-    float: JsonType("number", "a number"),
-    bool: JsonType("boolean", "true or false"),
-    str: JsonType("string", "a string"),
-}
-
-
-def types_of(hint: Any) -> tuple[JsonType, ...]:
-    """Return the JSON types of a type, without null; none stand for any value."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return tuple(each for arg in args if arg is not NoneType for each in types_of(arg))
-    if origin is Literal:
-        return (JsonType("string", " or ".join(f'"{word}"' for word in args), choices=args),)
-    if hint in _SCALARS:
-        return (_SCALARS[hint],)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return (JsonType("object", "an object", types_of(args[1]), has_token_keys=args[0] is int),)
-    if isinstance(origin, type) and issubclass(origin, Collection):
-        inside = types_of(args[0])
-        words = " or ".join(_plural(each.words) for each in inside)
-        return (JsonType("array", f"a list of {words}" if inside else "a list", inside),)
-    if is_dataclass(hint):
-        record = hint if isinstance(hint, type) and issubclass(hint, Declared) else None
-        return (JsonType("object", "an object", record=record),)
-    return ()
-
-
-@dataclass(frozen=True, slots=True)
 class Field:
     """One field of a body, by its name there.
 
@@ -162,11 +105,12 @@ class Field:
         target: the attribute of the body, or the parameter of `SamplingParams`, that it becomes.
         parameter: the declaration of that parameter.
         by_presence: None for a field that is supported; see `unsupported`.
+        plain_classes: see `value_type.plain_classes`.
     """
 
     name: str
     target: str
-    types: tuple[JsonType, ...]
+    types: tuple[ValueType, ...]
     help: str
     parameter: Option | None = None
     required: bool = False
@@ -175,6 +119,7 @@ class Field:
     ranges: Ranges | None = None
     bulky: bool = False
     by_presence: bool | None = None
+    plain_classes: frozenset[type] = frozenset()
 
     def checked(self, value: Any, limits: RequestLimits, where: str = "") -> Any:
         """Return the value to keep.
@@ -191,16 +136,19 @@ class Field:
             # JSON has one kind of number, and so have some clients' languages: 5.0 is an integer, by JSON Schema too.
             names = {each.name for each in self.types}
             value = int(value) if "integer" in names and "number" not in names else value
-        matching = [each for each in self.types if _fits(value, each)]
+        if type(value) in self.plain_classes:
+            if self.limit is not None:
+                limits.at_most(self.limit, name, len(value), "characters")
+            return value
+        matching = [each for each in self.types if each.fits(value)]
         if not matching:
-            raise FieldError(name, f"must be {_words(self.types)}, got {shown(value)}")
-        if self.limit is not None:
-            limits.at_most(self.limit, name, len(value), "characters")
-        if all(each.inside for each in matching) and (found := _wrong_element(value, matching)) is not None:
-            place, wrong = found
+            raise FieldError(name, f"must be {words_of(self.types)}, got {shown(value)}")
+        if all(each.inside for each in matching):
             inside = [part for each in matching for part in each.inside]
-            raise FieldError(f"{name}{place}", f"must be {_words(inside)}, got {shown(wrong)}")
-        record = matching[0].record
+            if (found := wrong_element(value, inside)) is not None:
+                place, wrong = found
+                raise FieldError(f"{name}{place}", f"must be {words_of(inside)}, got {shown(wrong)}")
+        record = record_of(matching[0])
         return value if record is None else filled(record, value, limits, f"{name}.")
 
     def asks(self, value: Any) -> bool:
@@ -208,29 +156,9 @@ class Field:
         return value is not False and value not in (None, "", []) and (value != {} or bool(self.by_presence))
 
 
-def _fits(value: Any, kind: JsonType) -> bool:
-    return type(value) in _PYTHON[kind.name] and (not kind.choices or value in kind.choices)
-
-
-def _words(types: Sequence[JsonType]) -> str:
-    return " or ".join(dict.fromkeys(each.words for each in types))
-
-
-def _plural(words: str) -> str:
-    """Return "lists of integers" for "a list of integers"."""
-    noun, of, elements = words.partition(" ")[2].partition(" of ")
-    return f"{noun}s{of}{elements}"
-
-
-def _wrong_element(value: Any, kinds: Sequence[JsonType]) -> tuple[str, Any] | None:
-    """Return the place and value of the first element or member that has a wrong type; None if none has."""
-    allowed = {kind for each in kinds for part in each.inside for kind in _PYTHON[part.name]}
-    values = value.values() if isinstance(value, dict) else value
-    if set(map(type, values)) <= allowed:
-        return None
-    entries = value.items() if isinstance(value, dict) else enumerate(value)
-    place, wrong = next((place, each) for place, each in entries if type(each) not in allowed)
-    return f"[{shortened(str(place))}]", wrong
+def record_of(kind: ValueType) -> type[Declared] | None:
+    """Return the type of an object whose members are declared; None if they are not."""
+    return kind.record if kind.record is not None and issubclass(kind.record, Declared) else None
 
 
 def token_ids(server: Served, least: int = 0) -> Schema:
@@ -260,14 +188,14 @@ def _fields_of(declared: Any) -> Mapping[str, Field]:
     found = {}
     for each in fields(declared):
         if (declaration := each.metadata.get("taken")) is not None:
-            name = called.get(each.name, each.name)
-            required = each.default is MISSING
-            found[name] = Field(name, each.name, types_of(hints[each.name]), required=required, **declaration)
+            name, types = called.get(each.name, each.name), types_of(hints[each.name])
+            plain, required = plain_classes(types), each.default is MISSING
+            found[name] = Field(name, each.name, types, plain_classes=plain, required=required, **declaration)
     options = options_of(SamplingParams)
     for parameter in declared.PARAMETERS:
         name, option = called.get(parameter, parameter), options[parameter]
-        required = parameter in declared.REQUIRED
-        found[name] = Field(name, parameter, types_of(option.hint), option.help, option, required)
+        plain, required = plain_classes(option.types), parameter in declared.REQUIRED
+        found[name] = Field(name, parameter, option.types, option.help, option, required, plain_classes=plain)
     return found
 
 
@@ -285,7 +213,7 @@ def filled(declared: type[Body], given: Mapping[str, Any], limits: RequestLimits
         checked = each.checked(value, limits, where)
         if each.parameter is None:
             kept[each.target] = checked
-        elif checked is not None or NoneType in get_args(each.parameter.hint):
+        elif checked is not None or each.parameter.is_optional:
             sampling[each.target] = checked
     for name in _required(_as_key(declared)):
         if given.get(name) is None and (known[name].types or name not in given):
@@ -309,8 +237,8 @@ def _drop_unknown(declared: type[Declared], given: dict[str, Any], where: str = 
         yield where + name, given.pop(name)
     for name, inner in given.items():
         for kind in known[name].types if isinstance(inner, dict) else ():
-            if kind.record is not None:
-                yield from _drop_unknown(kind.record, inner, f"{where}{name}.")
+            if (record := record_of(kind)) is not None:
+                yield from _drop_unknown(record, inner, f"{where}{name}.")
 
 
 def named(names: Sequence[str]) -> str:
