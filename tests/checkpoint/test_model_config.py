@@ -154,7 +154,7 @@ def test_a_scaling_without_its_factor_is_corrupt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": {"type": "proportional", "factor": 4.0}}, "proportional"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"hidden_act": "quick_gelu"}, "quick_gelu"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.loader import open_weights
 from octavo.models.native_decoder import NativeDecoder, make_decoder
 from tests.models.paged import assert_same_logits, paged_logits, random_sequences, whole_logits
-from tests.models.tiny import make_model, make_wrapper, write_gguf
+from tests.models.tiny import make_model, make_wrapper, write_gguf, write_relative
 
 # DeepSeek's latent attention, and experts in all layers but the first.
 _LATENT: dict[str, Any] = {
@@ -46,6 +47,7 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+_TEMPERED = _YARN | {"original_max_position_embeddings": 256, "llama_4_scaling_beta": 0.1}  # queries are scaled beyond
 _LATENT_KEYS: dict[str, Any] = {
     "deepseek2.attention.kv_lora_rank": 32,
     "deepseek2.rope.dimension_count": 16,
@@ -67,10 +69,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "Llama": ({}, {}),
     "Mistral": ({"sliding_window": 9}, {"llama.attention.sliding_window": 9}),
     "Ministral3": (
-        {
-            "head_dim": 32,
-            "rope_parameters": _YARN | {"original_max_position_embeddings": 256, "llama_4_scaling_beta": 0.1},
-        },
+        {"head_dim": 32, "rope_parameters": _TEMPERED},
         {"mistral3.attention.temperature_scale": 0.1, "mistral3.rope.scaling.yarn_log_multiplier": 1.0},
     ),
     "Qwen2": ({}, {}),
@@ -134,6 +133,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "SeedOss": ({"head_dim": 32}, {}),
     "Exaone4": ({"sliding_window": 7, "num_hidden_layers": 5}, {"exaone4.attention.sliding_window": 7}),
     "Arcee": ({}, {}),
+    "Jais2": ({}, {}),
     "Apertus": ({}, None),
     "Nemotron": ({}, {"nemotron.rope.dimension_count": 8}),
     "StableLm": (
@@ -189,6 +189,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         },
     ),
     "Olmoe": ({"num_experts": 12}, {"olmoe.expert_count": 12, "olmoe.expert_used_count": 8}),
+    "FlexOlmo": ({"num_experts": 6, "num_experts_per_tok": 3}, None),
     "GptOss": (
         {"num_local_experts": 6, "head_dim": 16, "sliding_window": 7, "num_hidden_layers": 3, "initializer_range": 0.2},
         {
@@ -228,6 +229,15 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
             "deepseek2.expert_group_used_count": 2,
             "deepseek2.expert_weights_scale": 2.5,
             "deepseek2.rope.scaling.yarn_log_multiplier": 0.1,
+        },
+    ),
+    "Mistral4": (
+        _LATENT | {"q_lora_rank": 48, "rope_parameters": _TEMPERED},
+        {
+            **{key.replace("deepseek2", "mistral4"): value for key, value in (_LATENT_KEYS | _SIGMOID_KEYS).items()},
+            "mistral4.expert_gating_func": 1,
+            "mistral4.rope.scaling.yarn_log_multiplier": 0.1,
+            "mistral4.attention.temperature_scale": 0.1,
         },
     ),
     "Glm4MoeLite": (
@@ -275,6 +285,33 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         },
     ),
     "Starcoder2": ({"sliding_window": 9}, {"starcoder2.attention.sliding_window": 9}),
+}
+# Families that transformers has no class of: the family whose layers they have, fields of its configuration, and what
+# llama.cpp's converter writes of them.
+RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+    "InternLM2": ("Llama", {}, {}),
+    "InternLM3": ("Llama", {"head_dim": 32}, {}),
+    "Exaone": ("Llama", {}, {}),
+    "Xverse": ("Llama", {}, {}),
+    "PanguEmbedded": ("Llama", {"attention_bias": True}, {}),
+    "Orion": ("StableLm", {"use_parallel_residual": False, "partial_rotary_factor": 1.0}, {}),
+    "BailingMoe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
+            "moe_layer_start_index": 0,
+            "tie_word_embeddings": False,
+        },
+        {"bailingmoe.expert_count": 6, "bailingmoe.expert_used_count": 3, "bailingmoe.expert_weights_norm": True},
+    ),
+    "BailingMoeV2": (
+        "Glm4Moe",
+        FAMILIES["Glm4Moe"][0] | {"attention_bias": False, "n_group": 3, "topk_group": 2},
+        {key.replace("glm4moe", "bailingmoe2"): value for key, value in (FAMILIES["Glm4Moe"][1] or {}).items()}
+        | {"bailingmoe2.expert_group_count": 3, "bailingmoe2.expert_group_used_count": 2},
+    ),
 }
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
@@ -330,6 +367,16 @@ KNOWN_AS = {
     "Granite": "Granite 3 (dense)",
     "GraniteMoeHybrid": "Granite 4 (attention alone, dense)",
     "Glm": "GLM 4 9B (2024)",
+    "InternLM2": "InternLM 2 and 2.5",
+    "InternLM3": "InternLM 3",
+    "Exaone": "EXAONE 3 and 3.5",
+    "Xverse": "XVERSE",
+    "PanguEmbedded": "openPangu Embedded",
+    "BailingMoe": "Ling and Ring 1 (mixtures of experts)",
+    "BailingMoeV2": "Ling and Ring 2 (mixtures of experts)",
+    "Jais2": "Jais 2",
+    "FlexOlmo": "FlexOLMo",
+    "Mistral4": "Mistral 4",
     "Glm4": "GLM 4",
     "Ernie4_5": "ERNIE 4.5 (dense)",
     "Ernie4_5_Moe": "ERNIE 4.5 (mixtures of experts)",
@@ -370,7 +417,7 @@ def table() -> str:
         "| family | Hugging Face folder | GGUF | CPU | GPU | compared beyond random weights |",
         "|---|---|---|---|---|---|",
     ]
-    for family in sorted(FAMILIES, key=lambda family: KNOWN_AS.get(family, family).lower()):
+    for family in sorted((*FAMILIES, *RELATIVES), key=lambda family: KNOWN_AS.get(family, family).lower()):
         native = NATIVE_ARCHITECTURES[f"{family}ForCausalLM"]
         gpu = "Triton" if native.layer.norm == "rms" and not native.layer.rotates_first else "Triton, norms in torch"
         gpu = "through transformers" if native.experts else gpu
@@ -386,7 +433,7 @@ def table() -> str:
 
 
 def test_every_family_is_here_and_in_the_documentation() -> None:
-    assert {f"{family}ForCausalLM" for family in FAMILIES} == set(NATIVE_ARCHITECTURES)
+    assert {f"{family}ForCausalLM" for family in (*FAMILIES, *RELATIVES)} == set(NATIVE_ARCHITECTURES)
     assert table() in DOCUMENTED.read_text()
 
 
@@ -402,6 +449,22 @@ def test_a_family_has_transformers_logits_in_the_library_and_in_torch(family: st
     else:
         write_gguf(tmp_path / "model", model, keys=keys)
     _assert_transformers_logits(resolve_model(str(tmp_path / "model")), model)
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("family", RELATIVES)
+def test_a_family_without_a_class_has_the_logits_of_one_with_its_layers(family: str, kind: str, tmp_path: Path) -> None:
+    other, fields, keys = RELATIVES[family]
+    model, native = make_model(other, **fields), NATIVE_ARCHITECTURES[f"{family}ForCausalLM"]
+    if native.experts and not native.experts.corrected:
+        for name, tensor in model.named_parameters():
+            if name.endswith("correction_bias"):
+                torch.nn.init.zeros_(tensor)
+    if kind == "folder":
+        write_relative(tmp_path / "model", model, family)
+    else:
+        write_gguf(tmp_path / "model", model, architecture=native.gguf_name, keys=keys)
+    _assert_native_logits(tmp_path / "model", model)
 
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
@@ -426,6 +489,14 @@ def test_longrope_takes_the_factors_of_the_longest_sequence(max_len: int, kind: 
         rotary = model.model.rotary_emb
         rotary.inv_freq, rotary.rope_type = _frequencies(factors["long"]), "default"
     _assert_transformers_logits(replace(resolve_model(str(tmp_path / "model")), max_len=max_len), model)
+
+
+@pytest.mark.parametrize("max_len", [32, 40])
+def test_dynamic_rope_takes_the_base_of_the_longest_sequence(max_len: int, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = make_model("Llama", max_position_embeddings=32, rope_parameters=rope)
+    model.save_pretrained(tmp_path / "model")
+    _assert_native_logits(tmp_path / "model", model, lengths=[max_len])
 
 
 def _frequencies(factors: list[float]) -> torch.Tensor:
@@ -456,12 +527,12 @@ def test_the_text_model_of_one_that_reads_images_runs_natively(name: str, tmp_pa
     _assert_native_logits(tmp_path, model)
 
 
-def _assert_native_logits(folder: Path, model: Any) -> None:
-    source = resolve_model(str(folder))
+def _assert_native_logits(folder: Path, model: Any, lengths: Sequence[int] = (40, 5)) -> None:
+    source = replace(resolve_model(str(folder)), max_len=max(lengths))
     config = load_model_config(source)
     assert config.runs_natively
     ours = make_decoder(config, open_weights(source, config), dtype=torch.float32, device=torch.device("cpu"))
-    sequences = random_sequences(config.vocab_size, [40, 5])
+    sequences = random_sequences(config.vocab_size, lengths)
     logits = paged_logits(ours, sequences, attention=NativeAttention() if kernels.available() else None)
     assert_same_logits(logits, whole_logits(model, sequences))
 

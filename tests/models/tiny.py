@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.model_config import ModelConfig
-from octavo.checkpoint.model_source import ModelSource
+from octavo.checkpoint.model_source import ModelSource, load_model_config, resolve_model
 from octavo.models.loader import expected_shapes, open_weights
 
 # A GPU machine may lack what only GGUF files need.
@@ -42,11 +44,15 @@ GGUF_NAMES = {
     "HunYuanDenseV1": "hunyuan-dense",
     "HunYuanMoEV1": "hunyuan-moe",
     "Ernie4_5_Moe": "ernie4_5-moe",
+    "Mistral4": "mistral4",
     **dict.fromkeys(("DeepseekV2", "DeepseekV3", "Glm4MoeLite"), "deepseek2"),
 }
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}  # of the families whose name another configuration has
 # Which architectures' rows of q and k llama.cpp's converter reorders for interleaved rotation.
-REORDERED = ("llama", "mistral3", "granitehybrid", "granite", "granitemoe", "smollm3", "arcee")
+REORDERED = (
+    *("llama", "mistral3", "granitehybrid", "granite", "granitemoe", "smollm3", "arcee"),
+    *("internlm2", "xverse"),
+)
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -117,6 +123,27 @@ def write_hf_model(
     if tokenizer:
         write_tokenizer(folder)
     return model
+
+
+def write_relative(folder: Path, model: Any, family: str) -> None:
+    """Write a model of transformers as a folder of a family that computes the same, but names its tensors otherwise."""
+    architecture = f"{family}ForCausalLM"
+    native = NATIVE_ARCHITECTURES[architecture]
+    model.save_pretrained(folder)
+    source, path = resolve_model(str(folder)), folder / "config.json"
+    stored = load_weights(source, load_model_config(source))
+    corrected = native.experts is not None and native.experts.corrected
+    tensors = iter([tensor for name, tensor in stored.items() if corrected or "correction" not in name])
+    content = json.loads(path.read_text()) | {"architectures": [architecture], "model_type": native.model_type}
+    path.write_text(json.dumps(content))
+    config, renamed = load_model_config(source), {}
+    # Programs ask for the same tensors in the same order.
+    for name in expected_shapes(config):
+        fused = config.names.part_of(name) == "qkv"
+        parts = [next(tensors) for _ in range(3 if fused else 1)]
+        heads = config.num_kv_heads if config.qkv_by_head and fused else 1
+        renamed[name] = torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
 
 
 def write_tokenizer(folder: Path, **config: Any) -> Any:
@@ -206,11 +233,13 @@ def write_gguf(
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == stated)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     state = _unfused(model.state_dict(), transposed=family == "GptOss")
-    for name, tensor in (_with_fused_qkv(state) if stated == "chatglm" else state).items():
+    for name, tensor in (_with_fused_qkv(state) if stated in ("chatglm", "bailingmoe2") else state).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, kind = name.rsplit(".", 1)
-        gguf_name = f"{names.get_name(stem)}.{kind}"
+        if (gguf_name := names.get_name(stem)) is None:
+            continue  # the architecture has no such tensor
+        gguf_name = f"{gguf_name}.{kind}"
         values = tensor.numpy()
         if "kv_b_proj" in name and family != "DeepseekV2":  # as llama.cpp writes it since it caches latents
             both = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)

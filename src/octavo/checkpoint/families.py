@@ -26,6 +26,12 @@ _GRANITE_MOE_NAMES = {
     "expert_up": "block_sparse_moe.input_linear[*,half:]",
     "expert_down": "block_sparse_moe.output_linear[*]",
 }
+# The gates and ups of all experts of a layer in one tensor, and their downs in another.
+STACKED_EXPERTS = {
+    "expert_gate": "mlp.experts.gate_up_proj[*,:half]",
+    "expert_up": "mlp.experts.gate_up_proj[*,half:]",
+    "expert_down": "mlp.experts.down_proj[*]",
+}
 _DEEPSEEK_NAMES = {f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 _HUNYUAN_NAMES = {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}
 _GRANITE_SCALARS = {
@@ -47,6 +53,14 @@ _DEEPSEEK_V3 = NativeArchitecture(
     latent=True,
     experts=_SIGMOID_EXPERTS,
     defaults=config_defaults(ids=(0, 1), experts=(256, 8, 2048)),
+)
+_LLAMA = NativeArchitecture(
+    "llama",
+    "llama",
+    bias_option="all",
+    mlp_bias_option="mlp_bias",
+    rotary_interleaved="gguf",
+    defaults=config_defaults(ids=(1, 2)),
 )
 _OLMO2 = NativeArchitecture(
     "olmo2",
@@ -99,6 +113,23 @@ _GLM4_MOE = NativeArchitecture(
     experts=_SIGMOID_EXPERTS,
     defaults=config_defaults(eps=1e-5, kv_heads=8, experts=(128, 8, 1408)),
 )
+_BAILING = NativeArchitecture(
+    "bailing_moe",
+    "bailingmoe",
+    names=TensorNames(
+        {
+            **_DEEPSEEK_NAMES,
+            "embedding": "model.word_embeddings",
+            "qkv": "attention.query_key_value",
+            "output": "attention.dense",
+        },
+        fused={"qkv"},
+    ),
+    bias_option="qkv",
+    rotary_interleaved="gguf",
+    experts=Experts("moe_intermediate_size", None, deepseek=True),
+    defaults=config_defaults(eps=1e-5, norm_topk_prob=True),
+)
 _HUNYUAN = NativeArchitecture(
     "hunyuan_v1_dense",
     "hunyuan-dense",
@@ -117,14 +148,7 @@ _ERNIE = NativeArchitecture(
 )
 
 NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
-    "LlamaForCausalLM": NativeArchitecture(
-        "llama",
-        "llama",
-        bias_option="all",
-        mlp_bias_option="mlp_bias",
-        rotary_interleaved="gguf",
-        defaults=config_defaults(ids=(1, 2)),
-    ),
+    "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": NativeArchitecture(
         "mistral",
         "llama",
@@ -200,6 +224,64 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         ),
     ),
     "Olmo2ForCausalLM": _OLMO2,
+    "InternLM2ForCausalLM": NativeArchitecture(
+        "internlm2",
+        "internlm2",
+        names=TensorNames(
+            {
+                "embedding": "model.tok_embeddings",
+                "head": "output",
+                "attention_norm": "attention_norm",
+                "mlp_norm": "ffn_norm",
+                "qkv": "attention.wqkv",
+                "output": "attention.wo",
+                "gate": "feed_forward.w1",
+                "up": "feed_forward.w3",
+                "down": "feed_forward.w2",
+            },
+            fused={"qkv"},
+        ),
+        bias_option="all",
+        rotary_interleaved="gguf",
+        qkv_by_head=True,
+        defaults=config_defaults(ids=(1, 2)),
+    ),
+    "InternLM3ForCausalLM": replace(
+        _LLAMA,
+        model_type="internlm3",
+        defaults=config_defaults(ids=(1, 2), eps=1e-5, kv_heads=2, head_dim=128),
+    ),
+    "ExaoneForCausalLM": NativeArchitecture(
+        "exaone",
+        "exaone",
+        names=TensorNames(
+            {
+                "embedding": "transformer.wte",
+                "final_norm": "transformer.ln_f",
+                "attention_norm": "ln_1",
+                "mlp_norm": "ln_2",
+                **{part: f"attn.attention.{part}_proj" for part in "qkv"},
+                "output": "attn.attention.out_proj",
+                "gate": "mlp.c_fc_0",
+                "up": "mlp.c_fc_1",
+                "down": "mlp.c_proj",
+            },
+            layers="transformer.h",
+        ),
+        defaults=config_defaults(ids=(0, 2), eps=1e-5),
+    ),
+    "XverseForCausalLM": NativeArchitecture(
+        "xverse", "xverse", rotary_interleaved="gguf", defaults=config_defaults(ids=(2, 3))
+    ),
+    "PanguEmbeddedForCausalLM": NativeArchitecture(
+        "PanguEmbedded", "pangu-embedded", bias_option="all", defaults=config_defaults(ids=(1, 45892), eps=1e-5)
+    ),
+    "OrionForCausalLM": NativeArchitecture(
+        "orion",
+        "orion",
+        layer=LayerDescription(norm="layer", norm_bias=True),
+        defaults=config_defaults(ids=(1, 2), eps=1e-5),
+    ),
     "Olmo3ForCausalLM": replace(_OLMO2, model_type="olmo3", windowed=4, local_rope_theta=500000.0),
     "Phi3ForCausalLM": NativeArchitecture(
         "phi3",
@@ -284,6 +366,14 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
             },
             hidden_act="xielu",
         ),
+    ),
+    "Jais2ForCausalLM": NativeArchitecture(
+        "jais2",
+        "jais2",
+        layer=LayerDescription(norm="layer", norm_bias=True, gated=False),
+        bias_option="all",
+        mlp_bias_option="mlp_bias",
+        defaults=config_defaults(ids=(0, 150024), eps=1e-5, hidden_act="relu2", attention_bias=True, mlp_bias=True),
     ),
     "NemotronForCausalLM": NativeArchitecture(
         "nemotron",
@@ -437,6 +527,13 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         experts=Experts("intermediate_size", None, False),
         defaults=config_defaults(eps=1e-5, experts=(64, 8), eos_token_id=50279),
     ),
+    "FlexOlmoForCausalLM": replace(
+        _OLMO2,
+        model_type="flex_olmo",
+        gguf_name=None,
+        experts=Experts("intermediate_size", None),
+        defaults=config_defaults(experts=(7, 5), eos_token_id=100257, rope_theta=5e5),
+    ),
     "GptOssForCausalLM": NativeArchitecture(
         "gpt_oss",
         "gpt-oss",
@@ -478,6 +575,41 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         defaults=config_defaults(ids=(1, 2), experts=(64, 6, 1407)),
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "Mistral4ForCausalLM": replace(
+        _DEEPSEEK_V3,
+        model_type="mistral4",
+        gguf_name="mistral4",
+        names=TensorNames(_DEEPSEEK_NAMES | STACKED_EXPERTS, fused={"kv_b"}),
+        experts=Experts("moe_intermediate_size", None, deepseek=True),
+        defaults=config_defaults(
+            ids=(1, 2),
+            experts=(128, 4, 2048),
+            kv_lora_rank=256,
+            q_lora_rank=1024,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+        ),
+    ),
+    "BailingMoeForCausalLM": _BAILING,
+    "BailingMoeV2ForCausalLM": replace(
+        _BAILING,
+        model_type="bailing_moe_v2",
+        gguf_name="bailingmoe2",
+        layer=LayerDescription(qk_norm="head"),
+        names=TensorNames(
+            {
+                **_BAILING.names.changed,
+                "q_norm": "attention.query_layernorm",
+                "k_norm": "attention.key_layernorm",
+                "router_correction": "mlp.gate.expert",
+            },
+            fused={"qkv"},
+        ),
+        rotary_interleaved="none",
+        partial_rotary=0.5,
+        experts=_SIGMOID_EXPERTS,
+    ),
     "Glm4MoeForCausalLM": _GLM4_MOE,
     "Dots1ForCausalLM": replace(
         _GLM4_MOE,

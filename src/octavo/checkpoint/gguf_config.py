@@ -34,9 +34,8 @@ def tensor_names(file: GGUFFile) -> TensorNames:
     names = _native(file)[1].names
     if "blk.0.attn_k_b.weight" in file.tensors:  # since llama.cpp caches latents, their projections are apart
         names = replace(names, fused=names.fused - {"kv_b"})
-    if "blk.0.attn_qkv.weight" in file.tensors:
-        names = replace(names, fused=names.fused | {"qkv"})
-    return names
+    fused = "blk.0.attn_qkv.weight" in file.tensors
+    return replace(names, fused=names.fused | {"qkv"} if fused else names.fused - {"qkv"})
 
 
 def gguf_model_config(file: GGUFFile, max_len: int | None = None) -> ModelConfig:

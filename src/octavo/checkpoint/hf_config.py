@@ -186,14 +186,14 @@ def _why_not_native(
     if native is None:
         return f"the native decoder does not know {architecture}"
     rope = fields.rope()
-    if rope["rope_type"] not in NATIVE_ROPE_KINDS:
+    if rope["rope_type"] not in (*NATIVE_ROPE_KINDS, "dynamic"):
         return f"RoPE scaling {rope['rope_type']!r}"
     if any(isinstance(value, dict) for value in rope.values()) and native.local_rope_theta is None:
         return "a RoPE that differs between layers"
     unscaled = rope.get("original_max_position_embeddings", max_len) if rope.get("llama_4_scaling_beta") else max_len
     if max_len > unscaled:
         return f"queries are scaled beyond {unscaled} positions; with --max-model-len {unscaled} it runs natively"
-    if native.partial_rotary is None and partial_rotary(fields, rope, 1.0) != 1.0:
+    if native.partial_rotary is None and not native.latent and partial_rotary(fields, rope, 1.0) != 1.0:
         return "a partial rotary factor"
     if (activation := _activation(fields, native)) not in NATIVE_ACTIVATIONS:
         return f"activation {activation!r}"
@@ -205,6 +205,8 @@ def _why_not_native(
         return "dense layers between those with experts"
     if native.latent and fields.get("topk_method", "greedy") not in ("greedy", "group_limited_greedy", "noaux_tc"):
         return f"experts chosen by {fields.get('topk_method')!r}"
+    if native.experts and not (native.experts.corrected or fields.get("topk_method")) and fields.get("n_group", 1) != 1:
+        return "groups of experts"
     if native.experts and (
         fields.get("mlp_only_layers")
         or fields.get("decoder_sparse_step", 1) != 1
@@ -216,6 +218,8 @@ def _why_not_native(
         return "biases of a shared expert"
     if (fields.get("swiglu_limit", 7.0), fields.get("swiglu_alpha", 1.702)) != (7.0, 1.702):
         return "a SwiGLU with a limit other than 7, or a factor other than 1.702"
+    if fields.get("norm_head"):
+        return "a head with normalised rows"
     if fields.get("clip_qkv") is not None:
         return "clipped queries, keys and values"
     if native.layer.qk_norm == "none" and (fields.get("use_qk_norm") or fields.get("qk_layernorm")):

@@ -53,7 +53,7 @@ def layer_ropes(
     """Return each layer's rotary embedding, None where it has none; windowed layers may have one of their own.
 
     Args:
-        max_len: the longest sequence, by which "longrope" chooses frequencies.
+        max_len: the longest sequence, by which "longrope" and "dynamic" choose frequencies.
     """
     parameters = fields.rope()
     if native is not None and native.partial_rotary is not None:
@@ -95,11 +95,15 @@ def _rope(
     kind = parameters["rope_type"]
     values: dict[str, Any] = {"theta": float(parameters["rope_theta"]), "rotary_dim": head_dim, "kind": kind}
     factors = ("factor", "low_freq_factor", "high_freq_factor")
-    keys = {"linear": factors[:1], "llama3": factors, "yarn": factors[:1]}.get(kind, ())
+    keys = {"linear": factors[:1], "dynamic": factors[:1], "llama3": factors, "yarn": factors[:1]}.get(kind, ())
     for key in keys:
         if not isinstance(parameters.get(key), int | float):
             raise CorruptModelError(f"{fields.source}: RoPE scaling {kind!r} needs a number {key}")
         values[key] = float(parameters[key])
+    if kind == "dynamic":  # a greater base in contexts beyond the model's
+        stretch = max(1.0, 1.0 + values["factor"] * (max_len / max_position - 1.0))
+        values |= {"kind": "default", "factor": 1.0}
+        values["theta"] *= stretch ** (head_dim / (head_dim - 2))
     if kind == "yarn":
         values |= _yarn(parameters, values["factor"])
     if kind in ("llama3", "yarn", "longrope"):

@@ -207,7 +207,7 @@ class ModelConfig:
         latent: how keys and values are projected from the latent that the cache holds; None: the cache holds them.
             Where it is set, it decides `num_kv_heads`, `head_dim`, `value_dim` and `attention_scale`.
         rotary_interleaved: the checkpoint's rows of q and k are ordered for interleaved rotation.
-        qkv_by_head: the checkpoint's rows of a fused projection are ordered by head, | q k v | q k v | ...
+        qkv_by_head: the checkpoint's rows of a fused projection are ordered by KV head, | q q k v | q q k v | ...
         dtype: the checkpoint's own floating type: "float32", "float16" or "bfloat16".
         eos_token_ids: every id that ends a generation (from `generation_config.json` too, where there is one).
         kv_cache_dtype: the codec of keys and values that the checkpoint asks for (`kv_cache_scheme`); None: none.

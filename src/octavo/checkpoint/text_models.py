@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.checkpoint.families import NATIVE_ARCHITECTURES
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES, STACKED_EXPERTS
 from octavo.checkpoint.native_architecture import Experts, NativeArchitecture, config_defaults
 from octavo.checkpoint.tensor_names import TensorNames
 
@@ -39,13 +39,7 @@ _TEXT_MODELS = {
 _TEXT_CHECKPOINTS = {
     "qwen3_vl_moe_text": replace(
         NATIVE_ARCHITECTURES["Qwen3MoeForCausalLM"],
-        names=TensorNames(
-            {
-                "expert_gate": "mlp.experts.gate_up_proj[*,:half]",
-                "expert_up": "mlp.experts.gate_up_proj[*,half:]",
-                "expert_down": "mlp.experts.down_proj[*]",
-            }
-        ),
+        names=TensorNames(STACKED_EXPERTS),
         experts=Experts("moe_intermediate_size"),
         defaults=config_defaults(kv_heads=16, experts=(60, 4, 1408), sliding_window=None, rope_theta=500000.0),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ def row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
 
     In a fused projection of queries, keys and values, the rows of values come last and keep their order.
 
-    Rows of a fused projection may be ordered by head, | q k v | q k v |, instead of | q q | k k | v v |.
+    Rows of a fused projection may be ordered by KV head, | q q k v | q q k v |, instead of | q q q q | k k | v v |.
 
     Whole rows move, so the same indices apply to quantised bytes, dequantised values and biases.
     """
@@ -53,8 +54,10 @@ def row_order(name: str, config: ModelConfig) -> npt.NDArray[np.intp] | None:
         return None
     part = config.names.part_of(name)
     if part == "qkv" and config.qkv_by_head:
-        by_head = np.arange(3 * config.num_heads * config.head_dim).reshape(config.num_heads, 3, config.head_dim)
-        return by_head.swapaxes(0, 1).reshape(-1)
+        group = config.num_heads // config.num_kv_heads
+        shape = (config.num_kv_heads, group + 2, config.head_dim)
+        by_head = np.arange(math.prod(shape)).reshape(shape)
+        return np.concatenate([rows.reshape(-1) for rows in np.split(by_head, (group, group + 1), axis=1)])
     dim, latent = config.rope.rotary_dim, config.latent
     if latent is not None:
         # Files have what is rotated last, the decoder first.
