@@ -266,30 +266,24 @@ class ServerConfig(Options):
     @property
     def accepted_admin_key(self) -> str | None:
         """The admin key from the options or, if not given, from the environment."""
-        if self.admin_key is not None:
-            return self.admin_key
-        return next(iter(_keys_of_environment(ADMIN_KEY_VARIABLE)), None)
+        return self.admin_key or next(iter(_keys_of_environment(ADMIN_KEY_VARIABLE)), None)
 
     @property
-    def accepted_keys(self) -> tuple[str, ...]:
+    def accepted_keys(self) -> Sequence[str]:
         """The API keys from the options or, if not given, from the environment.
 
         Raises:
             ConfigError: the environment variable is set but holds no key; serving without keys cannot be what was
                 meant.
         """
-        if self.api_key or self.keys_file is not None:
-            return tuple(self.api_key)
-        return _keys_of_environment(API_KEY_VARIABLE)
+        has_keys = self.api_key or self.keys_file is not None
+        return self.api_key if has_keys else _keys_of_environment(API_KEY_VARIABLE)
 
 
-def _keys_of_environment(variable: str) -> tuple[str, ...]:
-    value = os.environ.get(variable)
-    if value is None:
+def _keys_of_environment(variable: str) -> Sequence[str]:
+    """Return the keys of a server that was not started by a command, which reads the environment itself."""
+    if (text := os.environ.get(variable)) is None:
         return ()
-    keys = tuple(key for part in value.split(",") if (key := part.strip()))
-    if not keys:
-        raise ConfigError(f"the environment variable {variable} is set but has no key: set one, or unset it")
-    for key in keys:
-        check_key(key, f"a key of ${variable}")
+    option = options_of(ServerConfig)["api_key"]
+    keys: Sequence[str] = option.checked(option.parse(text, f"the environment variable {variable}"), variable)
     return keys

@@ -239,8 +239,7 @@ def check_key(key: object, where: str) -> None:
 
 def _client(name: str, entry: Mapping[str, Any]) -> Client:
     """Return the client of a tenant with these fields, apart from its keys; raise `ConfigError` for an invalid one."""
-    options = {each.name: each for each in options_of(Client).values() if not each.internal}
-    fields: dict[str, Any] = {}
+    options, fields = options_of(Client), dict[str, Any]()
     for field, value in entry.items():
         if field == "priority":
             if not isinstance(value, list) or [type(bound) for bound in value] != [int, int] or value[0] > value[1]:
@@ -248,8 +247,9 @@ def _client(name: str, entry: Mapping[str, Any]) -> Client:
                     f"priority must be a range such as [0, 10], the lower number first, got {shown(value)}"
                 )
             fields |= {"min_priority": value[0], "max_priority": value[1]}
-        elif field in options:
-            fields[field] = options[field].checked(value)
+        elif (option := options.get(field)) is not None and not option.internal:
+            fields[field] = option.checked(value)
         else:
-            raise ConfigError(f"unknown field {shown(field)}{nearest(field, ('keys', 'priority', *options))}")
+            known = ("keys", "priority", *(each.name for each in options.values() if not each.internal))
+            raise ConfigError(f"unknown field {shown(field)}{nearest(field, known)}")
     return Client(tenant=name, **fields)
