@@ -33,7 +33,7 @@ from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedMode
 KERNEL_TYPE_NAMES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
 )
-_CONVERTED_TYPE_NAMES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+_CONVERTED_TYPE_NAMES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
 _TYPE_NAMES = ("F32", "F16", "BF16", *KERNEL_TYPE_NAMES, *_CONVERTED_TYPE_NAMES)
 SUPPORTED_TENSOR_TYPES = tuple(gguf.GGMLQuantizationType[name] for name in _TYPE_NAMES)
 
