@@ -182,8 +182,8 @@ class EngineConfig(Options):
     kv_budget: str | dict | None = _cache(  # type: ignore[type-arg]  # noqa: RUF009 (the default is None)
         None,
         "most tokens that a sequence keeps or reads in a step (docs/serve/kv_budgets.md), such as "
-        '\'{"mode": "sinks", "tokens": 2048}\'; default: none',
-        metavar="JSON",
+        '\'{"mode": "sinks", "tokens": 2048}\', or a .toml file of `octavo calibrate --entropy`; default: none',
+        metavar="JSON|FILE",
         read=lambda given: str(KVBudget.parse(given)),
     )
     num_blocks: int | None = _cache(

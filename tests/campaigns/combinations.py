@@ -65,6 +65,8 @@ SHARED: dict[str, list[Any]] = {
     "kv_budget": [
         *[None] * 16,
         *({"mode": mode, "tokens": tokens} for mode in ("sinks", "bounded", "sparse_read") for tokens in (64, 96)),
+        {"mode": "bounded", "tokens": 96, "layers": [0.3, 0.9]},
+        {"mode": "sparse_read", "tokens": 96, "layers": [0.3, 0.9, 0.5]},
     ],
 }
 # What may not:

@@ -17,6 +17,7 @@ import pytest
 from octavo.engine.core import EngineCore
 from octavo.engine.inspection import budget_fields
 from octavo.errors import ConfigError, RequestError
+from octavo.kv_budget import KVBudget
 from octavo.planner.calculator import SequenceCost
 from octavo.request import GAP, RequestContext
 from octavo.runner.batch import BatchBuilder, StepBatch
@@ -29,13 +30,19 @@ from tests.models.tiny import write_hf_model
 
 BUDGET = 64
 EVICTING = ("sinks", "bounded")
-MODES = pytest.mark.parametrize("mode", [*EVICTING, "sparse_read"])
+MODES = pytest.mark.parametrize("mode", [*EVICTING, "groups", "sparse_read", "entropy"])
+# By entropy: a bounded budget in groups of layers, and sparse reads.
+ENTROPIES = {"groups": [0.2, 0.8, 0.3, 0.5], "entropy": [0.8, 0.3]}
 _RANDOM = random.Random(1)
 PROMPTS = [[_RANDOM.randrange(3, VOCAB_SIZE - 1) for _ in range(length)] for length in (150, 40, 60)]
 
 
 def params(tokens: int | None = BUDGET, mode: str = "sinks", **more: Any) -> SamplingParams:
-    budget: Any = None if tokens is None else {"mode": mode, "tokens": tokens}
+    budget: Any = (
+        None
+        if tokens is None
+        else {"mode": {"entropy": "sparse_read", "groups": "bounded"}.get(mode, mode), "tokens": tokens}
+    )
     return SamplingParams(**{"max_tokens": 120, "temperature": 0, "ignore_eos": True, **more}, kv_budget=budget)
 
 
@@ -52,7 +59,10 @@ def of_mode(mode: str, **options: Any) -> dict[str, Any]:
     """Options of an engine whose requests may have budgets of a mode; without one, they have everything."""
     if mode in EVICTING:
         return options
-    return {"model": deep_model(), "kv_budget": {"mode": mode, "tokens": MAX_MODEL_LEN}, **options}
+    budget: dict[str, Any] = {"mode": "bounded" if mode == "groups" else "sparse_read", "tokens": MAX_MODEL_LEN}
+    if mode in ENTROPIES:
+        budget["layers"] = ENTROPIES[mode]
+    return {"model": deep_model(), "kv_budget": budget, **options}
 
 
 def generate(core: EngineCore, sampling: SamplingParams) -> tuple[list[list[list[int]]], int]:
@@ -109,10 +119,11 @@ def test_a_budget_gives_the_same_tokens_cold_cached_in_chunks_and_preempted(mode
         # Sinks, a window with a partial block at either end, and the tokens of the step in flight.
         assert most <= 3 * (BUDGET // 16 + 1) + sum(map(len, PROMPTS)) // 16
         assert most_in_chunks <= 3 * (BUDGET // 16 + 1) + 2
-    if mode == "bounded":  # prompts, until they are computed
-        assert max(most, most_in_chunks) <= sum(-(-len(prompt) // 16) for prompt in PROMPTS)
+    if mode in ("bounded", "groups"):  # prompts, until they are computed
+        num_tables = 4 if mode == "groups" else 1
+        assert max(most, most_in_chunks) <= num_tables * sum(-(-len(prompt) // 16) for prompt in PROMPTS)
     for preemption_mode in ("swap", "recompute"):
-        num_blocks = {"sinks": 11, "bounded": 13}.get(mode, 30)
+        num_blocks = {"sinks": 11, "bounded": 13, "groups": 49}.get(mode, 30)  # the four groups have as many tables
         tight = {"num_blocks": num_blocks, "max_num_batched_tokens": 32}
         assert outputs(sampling, mode, **tight, preemption_mode=preemption_mode)[0] == expected
     with tiny_core(**of_mode(mode, attention_backend="reference")) as core:
@@ -169,8 +180,9 @@ def test_drafts_plans_made_ahead_and_no_prefix_cache_change_no_token_under_a_bud
         assert outputs(sampling, mode, **options)[0] == expected
 
 
-def test_bounds_of_a_block_that_a_refused_draft_filled_are_computed_again() -> None:
-    sampling, mode = params(BUDGET, "sparse_read", max_tokens=100), "sparse_read"
+@pytest.mark.parametrize("mode", ["sparse_read", "entropy"])
+def test_bounds_of_a_block_that_a_refused_draft_filled_are_computed_again(mode: str) -> None:
+    sampling = params(BUDGET, mode, max_tokens=100)
     drafting = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 8}}
     with tiny_core(deterministic=True, **of_mode(mode, **drafting)) as core:
 
@@ -365,7 +377,16 @@ def test_budgets_that_make_no_sense_are_refused_with_the_numbers(tmp_path: Path)
     sparse = {"mode": "sparse_read", "tokens": 64}
     with tiny_core() as core, pytest.raises(RequestError, match="start the server with --kv-budget"):
         core.inputs.make([5], params(64, "sparse_read"))
+    with tiny_core(**of_mode("entropy")) as core:
+        request = core.inputs.make([5], params(64, "entropy"))
+        assert request.params.kv_budget == KVBudget(mode="sparse_read", tokens=64, layers=tuple(ENTROPIES["entropy"]))
+        with pytest.raises(RequestError, match="can be set for the server only"):
+            core.inputs.make([5], SamplingParams(kv_budget={**sparse, "layers": [1, 1]}))  # type: ignore[arg-type]
+    for entropies in ([], [0.5, 2], [0.5, True], 3):
+        with pytest.raises(RequestError, match=r"kv_budget\.layers"):
+            SamplingParams(kv_budget={**sparse, "layers": entropies})  # type: ignore[arg-type]
     for options, message in (
+        ({"kv_budget": {**sparse, "layers": [0.5] * 3}, "model": deep_model()}, "has 3 entropies, but 2 layers"),
         ({"max_model_len": 2000}, "supports at most 1024"),
         ({"kv_cache_dtype": "int8"}, "needs a cache of floats, got kv_cache_dtype int8"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size 1"),

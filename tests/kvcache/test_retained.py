@@ -18,8 +18,8 @@ RETENTIONS: dict[str, Callable[[], Retention]] = {
     "a window": lambda: Window(9),
     "a window of a block": lambda: Window(SIZE),
     "a window after two blocks of sinks": lambda: Window(9, 2),
-    "attention": lambda: AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), SIZE, PROMPT),
-    "attention, of a short prompt": lambda: AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), SIZE, 3),
+    "attention": lambda: AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), 4, SIZE, PROMPT),
+    "attention, of a short prompt": lambda: AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), 4, SIZE, 3),
 }
 
 
@@ -60,14 +60,14 @@ def test_a_window_keeps_what_the_next_token_sees_and_the_first_blocks(window: Wi
 
 @pytest.mark.parametrize("prompt", [3, PROMPT])
 def test_attention_keeps_as_many_blocks_as_the_budget_has_with_the_next_tokens(prompt: int) -> None:
-    retention = AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), SIZE, prompt)
+    retention = AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), 4, SIZE, prompt)
     for num_computed, table in enumerate(let_go(retention, 80, asks=True), 1):
         needed = sum(map(bool, table)) + (num_computed % SIZE == 0)
         assert needed == 4 or num_computed <= max(prompt, 4 * SIZE)
 
 
 def test_attention_lets_go_of_the_blocks_with_least_mass_between_the_first_and_the_latest() -> None:
-    retention = AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), SIZE, PROMPT)
+    retention = AttendedBlocks(KVBudget(mode="bounded", tokens=4 * SIZE), 4, SIZE, PROMPT)
     retention.add(np.array([0, 1, 9, 2, 0, 0]))
     assert retention.let_go([1, 2, 3, 4, 5, 6], PROMPT, SIZE) == [1, 3]
     assert (retention.tokens_let_go, retention.mass_let_go, retention.mass_kept) == (2 * SIZE, 3, 9)

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
+from octavo.kv_budget import KVBudget
 from octavo.kvcache.spec import KVCacheSpec, LayerKVSpec
 from tests.kvcache.caches import FULL, sliding
 
@@ -50,6 +53,37 @@ def test_copies_in_int8_are_groups_of_the_layers_of_fewer_bits_that_slide_within
     spec = KVCacheSpec.build(layers, 4, "int4*4,int8*4;sinks=1,recent=3")
     copies = [(g.layer_indices, g.sliding_window, g.sink_blocks) for g in spec.groups if g.in_int8]
     assert copies == [((0, 1), 9, 1), ((2,), 8, 1), ((3,), 9, 1)]
+
+
+@pytest.mark.parametrize(
+    ("entropies", "groups"),
+    [
+        ([0.5, 0.1, 0.4, 0.2, 0.3, 0.6], [(1, 3), (2, 4), (0, 5)]),
+        ([0.4, 0.3, 0.2, 0.1], [(3,), (2,), (1,), (0,)]),
+        ([0.4, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1], [(3, 4), (5, 6), (1, 2), (0,)]),
+    ],
+)
+def test_a_budget_by_entropy_divides_layers_into_groups_of_like_entropy(
+    entropies: list[float], groups: list[tuple[int, ...]]
+) -> None:
+    budget = KVBudget(mode="bounded", tokens=100, layers=tuple(entropies))
+    spec = KVCacheSpec.build([FULL] * len(entropies), 4, "float32", budget)
+    assert [group.layer_indices for group in spec.groups] == groups
+    kept = spec.blocks_kept(budget)
+    assert kept == sorted(kept)
+    assert sum(kept) == len(groups) * 25
+    assert spec.blocks_kept(replace(budget, layers=())) == kept, "it is the server's that divides"
+    # Of a prompt, each group keeps all until it is computed.
+    assert spec.peak_blocks(4000, 100, budget, num_prompt_tokens=400) == len(groups) * 100
+    layers = [FULL] * len(entropies) + [sliding(8)] * 2
+    windowed = KVCacheSpec.build(layers, 4, "float32", budget)
+    assert max(len(group.layer_indices) for group in windowed.groups) <= 2
+
+
+def test_entropies_must_be_as_many_as_layers_without_a_window() -> None:
+    budget = KVBudget(mode="bounded", tokens=100, layers=(0.5, 0.5))
+    with pytest.raises(ConfigError, match="has 2 entropies, but 3 layers have no sliding window"):
+        KVCacheSpec.build([FULL] * 3, 4, "float32", budget)
 
 
 @given(window=st.integers(1, 40), size=st.sampled_from([1, 2, 4, 16]), step=st.integers(1, 64), n=st.integers(1, 300))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output", metavar="FILE", help="file to write; default: next to the model; with --search: kv_cache_table.toml"
     )
-    add_window_options(group, "8; with --search: 2", "512; with --search: 256")
+    add_window_options(group, "8; with --search: 2", "512; with --search: 256; with --entropy: 2048")
     group.add_argument(
         "--method",
         choices=("max", "percentile", "mse"),
@@ -40,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--percentile", type=float, default=99.99, metavar="P", help="percentile for --method percentile"
     )
     group.add_argument("--search", action="store_true", help="search for a codec per layer, for --kv-cache-dtype FILE")
+    group.add_argument(
+        "--entropy",
+        action="store_true",
+        help="divide the --kv-budget given by the entropy of attention in each layer, for --kv-budget FILE",
+    )
     group.add_argument(
         "--bits", type=float, default=6.0, metavar="B", help="with --search: mean bits per value, without scales"
     )
@@ -67,7 +73,41 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"exchanges must be 0 or more, got {args.exchanges}")
     options = given_options(args, EngineConfig)
     text = read_text(args.data)
+    if args.entropy:
+        return _entropy(args, options, text)
     return run_search(args, options, text) if args.search else _scales(args, options, text)
+
+
+def _entropy(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:
+    from octavo import __version__
+    from octavo.calibration.entropy import layer_entropies
+    from octavo.checkpoint.model_source import model_of
+    from octavo.commands.calibrate_search import loaded
+    from octavo.workloads.forward_text import windows_of
+
+    budget = EngineConfig.from_options(options).budget
+    if budget is None or budget.slides or args.search:
+        raise ConfigError("--entropy divides a budget: give --kv-budget of another mode than sinks, and no --search")
+    with loaded(options, length := args.window or 2048) as (llm, runner):
+        divided = [
+            layer.sliding_window is None and (layer.bounded or budget.evicts) for layer in runner.arena.spec.layers
+        ]
+        windows = windows_of(llm.tokenizer.encode(text.content), args.windows or 8, length, text.name)
+        found = layer_entropies(runner.model, runner.attention, windows)
+        source = model_of(llm.core.config)
+    means = [sum(of_layer) / len(found) for of_layer in zip(*found, strict=True)]
+    layers = tuple(round(mean, 4) for mean, is_divided in zip(means, divided, strict=True) if is_divided)
+    budget = replace(budget, layers=layers)
+    path = Path(args.output) if args.output else source.companion_file(f"kv_budget-{budget.mode}.toml")
+    measured = f"entropies over {sum(map(len, windows)):,} tokens of {text.name}"
+    budget.write(path, f"octavo serve {source.name} --kv-budget THIS_FILE; {measured}")
+    if args.json:
+        print(
+            report.as_json_line({"calibrate": "entropy", "version": __version__, "file": str(path), "layers": layers})
+        )
+    else:
+        print(f"{budget}\nwritten to {path}, {measured}: give --kv-budget {path}")
+    return 0
 
 
 def _scales(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:

@@ -115,6 +115,7 @@ def _identity(config: EngineConfig, source: ModelSource, runner: ModelRunner, fa
         runner.arena.layout.value,
         *([facts.kv_scales] if facts.kv_scales else []),
         *(["bounds"] if any(layer.bounded for layer in facts.spec.layers) else []),
+        *(str(group.layer_indices) for group in facts.spec.groups if group.entropy is not None),
         *tier_identity(config, Path(source.path), runner.attention.name),
     )
 

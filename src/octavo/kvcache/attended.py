@@ -33,14 +33,17 @@ _PROMPT_END = 10
 class AttendedBlocks:
     """The blocks of one group that a sequence keeps, and their mass (`holdings.Retention`).
 
+    Args:
+        num_blocks: the most that it keeps once the sequence exceeds the budget.
+
     Attributes:
         mass_let_go: mass of the evicted blocks when they were evicted.
     """
 
     leaves_out = True
 
-    def __init__(self, budget: KVBudget, block_size: int, num_prompt_tokens: int) -> None:
-        self._size, self._most = block_size, budget.tokens // block_size
+    def __init__(self, budget: KVBudget, num_blocks: int, block_size: int, num_prompt_tokens: int) -> None:
+        self._size, self._most = block_size, num_blocks
         # Among them the block of the next token, which is empty at first.
         self._recent = max(min(2, self._most - 1), self._most // _SHARE_OF_RECENT)
         self._budget, self._num_prompt_tokens = budget, num_prompt_tokens

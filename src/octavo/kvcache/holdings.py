@@ -159,9 +159,10 @@ class Holdings(dict[Sequence, Holding]):
         budget = seq.request.params.kv_budget
         if budget is None or not budget.evicts or (budget.measures and seq.measured_from is None):
             return self._windows
+        kept = self._spec.blocks_kept(budget)
         return [
-            window or AttendedBlocks(budget, self._block_size, seq.num_prompt_tokens)
-            for window in self._spec.windows(budget)
+            window or AttendedBlocks(budget, num_blocks, self._block_size, seq.num_prompt_tokens)
+            for window, num_blocks in zip(self._spec.windows(budget), kept, strict=True)
         ]
 
     def hash_prompt(self, request: Request) -> None:

@@ -20,6 +20,7 @@ into a block. They slide, except for the first blocks:
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -131,12 +132,14 @@ class GroupSpec:
     Attributes:
         sink_blocks: first blocks that stay when the window has slid past them.
         in_int8: whether these are copies in int8 of layers that another group stores.
+        entropy: mean entropy of attention in the layers, if a budget is divided by it.
     """
 
     layer_indices: tuple[int, ...]
     sliding_window: int | None
     sink_blocks: int = 0
     in_int8: bool = False
+    entropy: float | None = None
 
     @property
     def window(self) -> Window | None:
@@ -184,9 +187,23 @@ class KVCacheSpec:
                 replace(layer, bounded=layer.sliding_window is None and index >= _DENSE_LAYERS)
                 for index, layer in enumerate(layers)
             ]
-        if budget is not None and budget.measures and int8_copies(dtype) is not None:
-            raise ConfigError(f"kv_budget of mode {budget.mode} {MEASURES_NO_COPIES}, got kv_cache_dtype {dtype}")
-        groups = _group_layers(layers)
+            count = sum(layer.bounded for layer in layers)
+            if budget.layers and len(budget.layers) != count:
+                raise ConfigError(
+                    f"kv_budget.layers has {len(budget.layers)} entropies, but {count} layers read sparsely: those "
+                    f"after the first {_DENSE_LAYERS} without a sliding window"
+                )
+        entropies: Sequence[float] = ()
+        if budget is not None and budget.measures:
+            if int8_copies(dtype) is not None:
+                raise ConfigError(f"kv_budget of mode {budget.mode} {MEASURES_NO_COPIES}, got kv_cache_dtype {dtype}")
+            entropies, count = budget.layers, sum(layer.sliding_window is None for layer in layers)
+            if entropies and (len(entropies) != count or count < 2):
+                raise ConfigError(
+                    f"kv_budget.layers has {len(entropies)} entropies, but {count} layers have no sliding window; "
+                    "groups of like entropy need an entropy for each, and at least 2"
+                )
+        groups = _group_layers(layers, entropies)
         unsized = cls(tuple(layers), groups, block_size, dtype, 0)
         used = max(sum(map(unsized.layer_bytes, group.layer_indices)) for group in groups)
         spec = replace(unsized, block_bytes=-(-used // ALIGNMENT) * ALIGNMENT)
@@ -239,16 +256,25 @@ class KVCacheSpec:
         kept = None if budget is None or not budget.slides else Window(budget.tokens - self.block_size, 1)
         return tuple(group.window or kept for group in self.groups)
 
+    def blocks_kept(self, budget: KVBudget) -> list[int]:
+        """Return the most blocks that each group without a window keeps of a sequence that exceeds its budget."""
+        entropies = [group.entropy for group in self.groups if group.entropy is not None]
+        divided = iter(budget.divided(entropies, self.block_size) if entropies else ())
+        mean = budget.tokens // self.block_size
+        return [mean if group.entropy is None else next(divided) for group in self.groups]
+
     def most_blocks(self, budget: KVBudget | None = None, num_prompt_tokens: int = 0, max_step: int = 1) -> list[int]:
         """Return the most blocks that each group keeps of a sequence, with the tokens of the step in flight.
 
         A budget that measures attention keeps the whole prompt until it is computed.
         """
-        kept = sys.maxsize
+        kept = [sys.maxsize] * len(self.groups)
         if budget is not None and budget.measures:
-            kept = self.blocks_for_tokens(budget.first_eviction(num_prompt_tokens))
+            first = self.blocks_for_tokens(budget.first_eviction(num_prompt_tokens))
+            kept = [max(first, most) for most in self.blocks_kept(budget)]
         return [
-            kept if window is None else window.most_blocks(self.block_size, max_step) for window in self.windows(budget)
+            most if window is None else window.most_blocks(self.block_size, max_step)
+            for window, most in zip(self.windows(budget), kept, strict=True)
         ]
 
     def peak_blocks(
@@ -285,15 +311,28 @@ class KVCacheSpec:
         return replace(self, groups=(*self.groups, *added), block_bytes=block_bytes)
 
 
-def _group_layers(layers: Sequence[LayerKVSpec]) -> tuple[GroupSpec, ...]:
+def _group_layers(layers: Sequence[LayerKVSpec], entropies: Sequence[float] = ()) -> tuple[GroupSpec, ...]:
+    """Group layers; with entropies of those without a window, each group of these has layers of like entropy."""
     by_window: dict[int | None, list[int]] = {}
     for index, layer in enumerate(layers):
         by_window.setdefault(layer.sliding_window, []).append(index)
     size = min(len(indices) for indices in by_window.values())
+    entropy_of = dict(zip(by_window.get(None, ()), entropies, strict=True)) if entropies else {}
+    if entropies:
+        by_window[None].sort(key=lambda index: (entropy_of[index], index))
+        # The number of groups that leaves least of their blocks empty.
+        count = min((4, 3, 2), key=lambda count: (-len(entropies) % count, -count))
+        size = min(size, -(-len(entropies) // count))
     # Full attention first, because its hits bound those of the windows.
     windows = sorted(by_window, key=lambda window: (window is not None, window or 0))
-    return tuple(
-        GroupSpec(tuple(by_window[window][start : start + size]), window)
-        for window in windows
-        for start in range(0, len(by_window[window]), size)
-    )
+    groups = []
+    for window in windows:
+        for start in range(0, len(by_window[window]), size):
+            indices = by_window[window][start : start + size]
+            mean = (
+                math.fsum(entropy_of[index] for index in indices) / len(indices)
+                if window is None and entropies
+                else None
+            )
+            groups.append(GroupSpec(tuple(sorted(indices)), window, entropy=mean))
+    return tuple(groups)

@@ -256,7 +256,7 @@ class StepBatch:
         need; None if there are none.
         """
         table, positions = self._table, self._ends.astype(np.int64) - 1
-        if not table.num_bounded:
+        if not len(table.blocks_read):
             return None  # no layer reads sparsely
         # A block filled by a draft that was refused is written again, from the row's first token on.
         starts = self._positions[self._bounds[:-1]] // self._block_size
@@ -266,7 +266,8 @@ class StepBatch:
         # They choose among full blocks, whose keys are written by now or before any layer of this step reads them. A
         # prompt's blocks follow as they fill once it exceeds the budget, so that the first answer's step is no longer.
         ends = positions // self._block_size + 1 - budgets["recent"]
-        exceeds = (budgets["recent"] > 0) & (positions >= budgets["read"].astype(np.int64) * self._block_size)
+        fewest = table.blocks_read[:, self._query_rows].min(axis=0)
+        exceeds = (budgets["recent"] > 0) & (positions >= fewest.astype(np.int64) * self._block_size)
         completed: list[list[np.ndarray]] = [[np.empty(0, np.int32)] for _ in table.tables]
         for i in np.flatnonzero(exceeds & (ends > budgets["bounded"])).tolist():
             row, end = int(self._query_rows[i]), int(ends[i])
@@ -276,9 +277,9 @@ class StepBatch:
             table.budgets["bounded"][row] = max(first, end)
         if len(completed[0]) == 1 and not is_sparse.any():
             return None
-        device, num_read = self.token_ids.device, np.where(is_sparse, budgets["read"], 0).astype(np.int32)
+        device = self.token_ids.device
         return SparseReads(
-            num_read=to_device(np.tile(num_read, (table.num_bounded, 1)), device),
+            num_read=to_device(np.where(is_sparse, table.blocks_read[:, self._query_rows], 0).astype(np.int32), device),
             num_recent=to_device(np.where(is_sparse, budgets["recent"], 0).astype(np.int32), device),
             completed=[to_device(np.unique(np.concatenate(blocks)), device) for blocks in completed],
         )

@@ -18,21 +18,12 @@ from octavo.storage.device_copy import to_device
 
 Rows = npt.NDArray[np.int64]
 
-# Of a sequence's budget: the tokens that it keeps if it slides (0: all), how many blocks it reads (0: all), how many of
-# these are the most recent ones, the first position that reads few, the leading blocks whose bounds are known, and the
-# first position whose attention is measured (0: none).
-BUDGET = np.dtype(
-    [
-        ("kept", "i4"),
-        ("read", "i4"),
-        ("recent", "i4"),
-        ("sparse_from", "i8"),
-        ("bounded", "i8"),
-        ("measured_from", "i8"),
-    ]
-)
-BudgetRow = tuple[int, int, int, int, int, int]
-_NO_BUDGET: BudgetRow = (0, 0, 0, 0, 0, 0)
+# Of a sequence's budget: the tokens that it keeps if it slides (0: all), how many of the blocks that it reads are the
+# most recent ones (0: it reads all), the first position that reads few, the leading blocks whose bounds are known, and
+# the first position whose attention is measured (0: none).
+BUDGET = np.dtype([("kept", "i4"), ("recent", "i4"), ("sparse_from", "i8"), ("bounded", "i8"), ("measured_from", "i8")])
+BudgetRow = tuple[int, int, int, int, int]
+_NO_BUDGET: BudgetRow = (0, 0, 0, 0, 0)
 
 
 class SequenceTable:
@@ -59,6 +50,7 @@ class SequenceTable:
         grammars: compiler of grammars for structured outputs; None if there are none.
         planned_rows: int64 [rows]; the row of each sequence of the last applied plan.
         budgets: BUDGET [max_rows]; zeros for a sequence without one.
+        blocks_read: int32 [num_bounded, max_rows], of a row whose budget reads few.
         num_budgets: number of sequences with a budget.
         device_tables: the tables as tensors: on a CPU the same memory, otherwise a copy that each plan updates.
     """
@@ -75,7 +67,6 @@ class SequenceTable:
         windowed: Seq[int] = (),
     ) -> None:
         self.block_size, self.device, self.windowed = block_size, torch.device(device), list(windowed)
-        self.num_bounded = num_bounded
         # Zeros are mapped on first touch, so unused rows cost no memory.
         self.tables = [np.zeros((max_rows, max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self.mirrored = self.device.type != "cpu" if mirrored is None else mirrored
@@ -91,6 +82,7 @@ class SequenceTable:
         # and the state before each of its tokens and after the last. The next step's start says which of them holds.
         self._along: dict[int, tuple[int, Seq[int], list[SamplingState]]] = {}
         self.budgets = np.zeros(max_rows, BUDGET)
+        self.blocks_read = np.zeros((num_bounded, max_rows), np.int32)
         self.num_let_go = np.zeros((num_groups, max_rows), np.int32)
         self.num_budgets = 0
         self.grammars: GrammarCompiler | None = None
@@ -124,6 +116,8 @@ class SequenceTable:
             self._following[row] = state.counts is not None or state.grammar is not None
             if (budget := new.sampling.params.kv_budget) is not None:
                 self._set_budget(row, self._budget_of(budget, new.sampling))
+                if not budget.evicts:
+                    self.blocks_read[:, row] = budget.blocks_read(self.block_size)
         row_of = self._rows
         for delta in plan.tables:
             self._write(row_of[plan.seq_ids[delta.row]], delta)
@@ -222,6 +216,7 @@ class SequenceTable:
         self._records[child] = self._records[parent]
         self._records[child]["seed"] = fork.seed & MASK_64
         self._set_budget(child, self.budgets[parent].item())
+        self.blocks_read[:, child] = self.blocks_read[:, parent]
         self.num_let_go[:, child] = self.num_let_go[:, parent]
         length = self._lengths[child] = self._lengths[parent]
         for table in self.tables:
@@ -231,12 +226,12 @@ class SequenceTable:
     def _budget_of(self, budget: KVBudget, sampling: SamplingSnapshot) -> BudgetRow:
         size, num_prompt = self.block_size, sampling.num_prompt_tokens
         if budget.slides:
-            return (budget.tokens, 0, 0, 0, 0, 0)
+            return (budget.tokens, 0, 0, 0, 0)
         if budget.measures:
             first = budget.measured_from(num_prompt, sampling.params.max_tokens or 1)
             # The first token attends to itself alone, which says nothing.
-            return _NO_BUDGET if first is None else (0, 0, 0, 0, 0, max(1, first))
-        return (0, budget.tokens // size, budget.num_recent(size), budget.reads_all_before(num_prompt, size), 0, 0)
+            return _NO_BUDGET if first is None else (0, 0, 0, 0, max(1, first))
+        return (0, budget.num_recent(size), budget.reads_all_before(num_prompt, size), 0, 0)
 
     def _set_budget(self, row: int, budget: BudgetRow) -> None:
         self.num_budgets += int(budget != _NO_BUDGET) - int(self.budgets[row].item() != _NO_BUDGET)

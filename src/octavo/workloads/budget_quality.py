@@ -86,9 +86,10 @@ def measure(
     return [results[variant] for variant in variants]
 
 
-def _engine_of(kept: KVBudget | None, codec: str | None) -> tuple[str | None, str | None]:
+def _engine_of(kept: KVBudget | None, codec: str | None) -> tuple[str | None, Any]:
     """Return what variants have in common that share an engine: the codec, and what its budget limits."""
-    return codec, None if kept is None or kept.measures else kept.mode
+    as_dense = kept is None or (kept.measures and not kept.layers)
+    return codec, None if as_dense or kept is None else (kept.mode, kept.layers)
 
 
 def _lengths(llm: LLM, *, beyond: bool) -> list[int]:
@@ -118,7 +119,7 @@ def plot(results: Sequence[BudgetQuality], path: str) -> None:
     for result in results:
         budget = None if result.budget is None else KVBudget.parse(result.budget)
         name = f"everything, {result.kv_cache_dtype}" if budget is None else budget.mode
-        curves.setdefault(name, []).append(result)
+        curves.setdefault(name + " by entropy" * (budget is not None and bool(budget.layers)), []).append(result)
     panels: dict[str, Callable[[BudgetQuality], float]] = {
         "perplexity after the budget": lambda result: result.perplexity_after or math.nan,
         "pass keys found, %": lambda result: _mean(result.needle.values()),
