@@ -94,7 +94,7 @@ def test_a_file_that_is_not_there_is_not_found(tmp_path: Path) -> None:
         GGUFFile(tmp_path / "none.gguf")
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGML" + bytes(100), bytes(30)])
+@pytest.mark.parametrize("content", [b"", b"GGU", b"GGML" + bytes(100), bytes(30)])
 def test_a_file_that_does_not_begin_as_gguf_is_corrupt(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(CorruptModelError, match="is not a GGUF file"):
@@ -108,10 +108,10 @@ def test_another_version_or_byte_order_is_refused(version: int, words: str, tmp_
         GGUFFile(tmp_path / "x.gguf")
 
 
-@pytest.mark.parametrize("share", [0.001, 0.01, 0.03, 0.1, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 0.9, 0.999])
 def test_a_file_cut_short_anywhere_is_corrupt(share: float, path: Path, tmp_path: Path) -> None:
     content = path.read_bytes()
-    (tmp_path / "cut.gguf").write_bytes(content[: max(24, int(len(content) * share))])
+    (tmp_path / "cut.gguf").write_bytes(content[: max(4, int(len(content) * share))])
     with pytest.raises(CorruptModelError, match="truncated or corrupt"):
         GGUFFile(tmp_path / "cut.gguf")
 
@@ -203,7 +203,7 @@ def test_what_the_decoder_cannot_compute_is_refused_by_name(keys: dict[str, Any]
 
 def test_a_gguf_of_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
     tiny.write_gguf(tmp_path / "x.gguf", tiny.make_model("Llama"), architecture="refact")
-    with pytest.raises(UnsupportedModelError, match=r"'refact' is not supported \(arcee, chatglm, .*\)"):
+    with pytest.raises(UnsupportedModelError, match=r"'refact' is not supported \(arcee, .*llama, .*\)"):
         gguf_model_config(GGUFFile(tmp_path / "x.gguf"))
 
 

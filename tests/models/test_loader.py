@@ -129,6 +129,9 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(stated | {"intermediate_size": 80}))
     with pytest.raises(CorruptModelError, match=r"mlp\.gate_proj\.weight is \[96, 64\].* says \[80, 64\]"):
         opened(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(stated | {"head_dim": 1 << 30, "hidden_size": 1 << 31}))
+    with pytest.raises(CorruptModelError, match=r"q_proj\.weight is \[4294967296, 2147483648\] by the configuration"):
+        opened(tmp_path)
 
 
 def test_a_truncated_safetensors_file_is_corrupt(tmp_path: Path) -> None:
@@ -244,8 +247,8 @@ def test_raw_rows_are_the_stored_bytes_in_the_order_of_the_values(quantization: 
 
 def test_a_tensor_type_that_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     model = tiny.make_model("Llama", hidden_size=256, intermediate_size=256)
-    tiny.write_gguf(tmp_path / "tiny.gguf", model, quantization="TQ1_0")
-    with pytest.raises(UnsupportedModelError, match=r"stored as TQ1_0; supported: F32, .*Q6_K, .*IQ4_XS"):
+    tiny.write_gguf(tmp_path / "tiny.gguf", model, quantization="NVFP4")
+    with pytest.raises(UnsupportedModelError, match=r"stored as NVFP4; supported: F32, .*Q6_K, .*IQ4_XS"):
         opened(tmp_path)
 
 

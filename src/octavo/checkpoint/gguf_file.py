@@ -103,7 +103,7 @@ class GGUFFile:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 self.size = status.st_size
-                if self.size < 24 or file.read(4) != b"GGUF":
+                if file.read(4) != b"GGUF":
                     raise CorruptModelError(f"{path} is not a GGUF file: it does not begin with the bytes 'GGUF'")
                 # Copy-on-write: numpy and torch may then treat views of the file as ordinary, writable memory.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

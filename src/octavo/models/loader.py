@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from octavo.models.program import make_program
 from octavo.models.quantised_checkpoint import QuantisedCheckpoint, quantise
 from octavo.models.weight_reader import Split, WeightReader
 from octavo.models.weights import RawTensor, TensorPart, WeightSource, row_order
+
+_MOST_ELEMENTS = 1 << 48
 
 
 class _FileOf(dict[str, tuple[Any, str]]):
@@ -106,6 +109,8 @@ class _ShapeReader(WeightReader):
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if prod(shape) > _MOST_ELEMENTS:
+            raise CorruptModelError(f"{name} is {list(shape)} by the configuration, more than any memory holds")
         self.shapes[name] = shape
         return torch.zeros((), dtype=dtype).expand(shape)
 
