@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from octavo.errors import ConfigError
-from octavo.workloads.traces import TOKENS_PER_HASH, TraceRequest
+from octavo.workloads.traces import TraceRequest, scaled, tokens_per_hash
 from octavo.workloads.workload import Lengths
 
 # Token ids below are shared prefixes, ids above are unshared parts of prompts; all of them fit an int32. Each
@@ -118,12 +118,10 @@ def trace_shapes(
         scale_lengths: factor on the lengths of prompts and outputs; prompts that the trace holds are truncated.
 
     Raises:
-        ConfigError: `scale_lengths` is not positive, or is above 1 for a trace that holds the prompts themselves.
+        ConfigError: see `scaled`.
     """
-    if not 0 < scale_lengths < math.inf:
-        raise ConfigError(f"scale_lengths must be above 0, got {scale_lengths:g}")
-    prompts = _as_runs(_own_prompts(trace, scale_lengths))
-    rng, size = random.Random(seed), max(1, round(TOKENS_PER_HASH * scale_lengths))
+    trace, size = scaled(trace, scale_lengths), tokens_per_hash(scale_lengths)
+    prompts, rng = _as_runs([request.token_ids or () for request in trace]), random.Random(seed)
     times = [request.arrival_s for request in trace]
     timed = None not in times
     last = max((at for at in times if at is not None), default=0.0)
@@ -135,30 +133,19 @@ def trace_shapes(
     for repetition in itertools.count():
         taken = repetition * ids_each
         for request, prompt in zip(trace, prompts, strict=True):
-            # The last hash may stand for fewer tokens: it is scaled separately, so that the ones before stay aligned.
-            whole, rest = divmod(request.prompt_tokens, TOKENS_PER_HASH)
+            length = request.prompt_tokens
             runs: tuple[tuple[int, int], ...]
             if prompt:
-                length = sum(count for _, count in prompt)
                 runs = tuple((1 + (taken + len(order) + i) % (_OWN - 1), count) for i, count in prompt)
             elif request.hash_ids is None:
-                length = max(1, round(request.prompt_tokens * scale_lengths))
                 runs = ((next(numbers), length),)
             else:
-                length = max(1, whole * size + round(rest * scale_lengths))
                 runs = _cut([(1 + (taken + order[h]) % (_OWN - 1), size) for h in request.hash_ids], length)
             tenant = tenants.draw(rng) if request.client is None else request.client
             arrival = repetition * period + (request.arrival_s or 0.0) if timed else None
-            yield Shape(runs, length, max(1, round(request.output_tokens * scale_lengths)), tenant, arrival)
+            yield Shape(runs, length, request.output_tokens, tenant, arrival)
         if not timed or not last:
             period = 0.0
-
-
-def _own_prompts(trace: Sequence[TraceRequest], scale: float) -> list[tuple[int, ...]]:
-    """Return the prompts that a trace holds, truncated; empty ones where it holds none."""
-    if scale > 1 and any(request.token_ids is not None for request in trace):
-        raise ConfigError("a workload that holds its prompts can be scaled down, not up")
-    return [(request.token_ids or ())[: max(1, round(request.prompt_tokens * scale))] for request in trace]
 
 
 def _as_runs(prompts: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, int], ...]]:

@@ -110,9 +110,9 @@ class SimulatedEngine:
         self._times = times
         self._ids = itertools.count()
 
-    def add(self, request: BenchRequest, n: int) -> Request:
-        """Queue `n` samples of a request, which ignore end-of-sequence tokens."""
-        params = SamplingParams(n=n, max_tokens=request.max_tokens, ignore_eos=True)
+    def add(self, request: BenchRequest) -> Request:
+        """Queue a request, which ignores end-of-sequence tokens."""
+        params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
         number = next(self._ids)
         queued = Request(RequestId(f"bench-{number}"), request.prompt_token_ids, params, arrival_time=float(number))
         self.scheduler.add(queued)
@@ -123,9 +123,7 @@ class SimulatedEngine:
         plan = self.scheduler.schedule()
         moved = len(plan.stores) + len(plan.loads)
         seconds = self._times.predict(StepLoad.of(plan.starts, plan.lengths), moved)
-        # Parallel samples diverge with their first token, as they would with a temperature.
-        result = StepResult(tuple(FIRST_TOKEN_ID + seq.index for seq in self.scheduler.drawing))
-        self.scheduler.update(plan, result)
+        self.scheduler.update(plan, StepResult((FIRST_TOKEN_ID,) * len(self.scheduler.drawing)))
         return seconds
 
 
@@ -136,14 +134,11 @@ class RealEngine:
         self._core = llm.core
         self.scheduler: Scheduler = llm.core.scheduler
 
-    def add(self, request: BenchRequest, n: int) -> Request:
+    def add(self, request: BenchRequest) -> Request:
         """See `SimulatedEngine.add`."""
         from octavo.engine.outputs import OutputKind
 
-        temperature = 1.0 if n > 1 else 0.0
-        params = SamplingParams(
-            n=n, max_tokens=request.max_tokens, ignore_eos=True, temperature=temperature, detokenize=False
-        )
+        params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True, temperature=0.0, detokenize=False)
         queued: Request = self._core.inputs.make(request.prompt_token_ids, params)
         self._core.add(queued, kind=OutputKind.FINAL)
         return queued
@@ -216,12 +211,12 @@ class Played:
         return self.output_tokens / self.seconds
 
 
-def play(engine: BenchEngine, requests: Sequence[BenchRequest], budget: CacheBudget, n: int = 1) -> Played:
-    """Run `n` samples of every request to completion, all queued at once, and observe the cache after every step."""
+def play(engine: BenchEngine, requests: Sequence[BenchRequest], budget: CacheBudget) -> Played:
+    """Run every request to completion, all queued at once, and observe the cache after every step."""
     scheduler = engine.scheduler
     observer = MemoryObserver(scheduler, budget.num_bytes)
     preemptions, recomputed = scheduler.counters.num_preemptions, scheduler.counters.recomputed_tokens
-    queued = [engine.add(request, n) for request in requests]
+    queued = [engine.add(request) for request in requests]
     for request in queued:
         observer.watch(request)
     seconds, steps = 0.0, 0

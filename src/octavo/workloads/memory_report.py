@@ -60,18 +60,6 @@ def with_ratios(rows: Sequence[dict[str, Any]], baseline: Mapping[str, Any] | No
     ]
 
 
-def sharing_row(workload: str, n: int, run: Played) -> dict[str, Any]:
-    """Return a row with the blocks saved by sharing, compared with the same sequences without sharing."""
-    return {
-        "workload": workload,
-        "n": n,
-        "saved": round(run.usage["sharing_saved"], 5),
-        "cached_prompt_share": round(run.cached_tokens / run.prompt_tokens, 5),
-        "running_mean": round(run.usage["running_mean"], 2),
-        "output_tok_s": round(run.output_tok_s, 2),
-    }
-
-
 def markdown(result: Mapping[str, Any]) -> str:
     """Return all tables, below a line that says what was measured."""
     return "\n".join(_lines(result))
@@ -90,11 +78,6 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
         )
         yield ""
         yield from _table(_COLUMNS[result["axis"]], workload["rows"])
-    if result["sharing"]:
-        yield ""
-        yield "Blocks saved by sharing, of those that the same sequences would hold without it:"
-        yield ""
-        yield from _table(_SHARING, result["sharing"])
 
 
 def _how(result: Mapping[str, Any]) -> str:
@@ -157,14 +140,6 @@ _COLUMNS: dict[str, dict[str, _Cell]] = {
         **_LAST,
         "× unquantised tok/s": _ratio("throughput_ratio"),
     },
-}
-_SHARING: dict[str, _Cell] = {
-    "workload": lambda r: r["workload"],
-    "samples each": lambda r: r["n"],
-    "blocks saved": lambda r: _percent(r["saved"]),
-    "prompt tokens from the cache": lambda r: _percent(r["cached_prompt_share"]),
-    "sequences at once": lambda r: show(r["running_mean"]),
-    "output tok/s": lambda r: show(r["output_tok_s"]),
 }
 
 

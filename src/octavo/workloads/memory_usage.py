@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from octavo.kvcache.block import NULL_BLOCK, BlockId
+from octavo.kvcache.block import BlockId
 from octavo.request import Request, Sequence, SequenceStatus
 from octavo.scheduler.scheduler import Scheduler
 
@@ -65,7 +65,6 @@ class Moment:
 
     Attributes:
         blocks_held: number of blocks held by sequences, shared ones counted once.
-        blocks_unshared: sum of the tables' lengths, which is what the sequences would hold without sharing.
         memory_is_short: whether a sequence waits only for memory, and not for its turn in a step full of other prompts,
             or for `max_num_seqs`.
     """
@@ -73,7 +72,6 @@ class Moment:
     slots: Slots
     num_running: int
     blocks_held: int
-    blocks_unshared: int
     memory_is_short: bool
 
 
@@ -115,11 +113,10 @@ class MemoryObserver:
         waste           share of the held slots that held no token, over the whole run; its two parts by name
         running_mean    mean number of running sequences, over the same time as `shares`
         running_max     maximum number of running sequences after any step
-        sharing_saved   blocks saved by sharing / blocks without sharing (the paper's section 6.3)
         short_share     share of the time in which memory was short
         """
         every, busy = self._all, self._short if self._short.seconds else self._all
-        slots, held, unshared = every.slots, every.slots.held or 1.0, every.blocks_unshared or 1.0
+        slots, held = every.slots, every.slots.held or 1.0
         return {
             "shares": busy.slots.shares(),
             "waste": (slots.reserved + slots.internal) / held,
@@ -127,7 +124,6 @@ class MemoryObserver:
             "waste_internal": slots.internal / held,
             "running_mean": busy.running / (busy.seconds or 1.0),
             "running_max": every.running_max,
-            "sharing_saved": (every.blocks_unshared - every.blocks_held) / unshared,
             "short_share": self._short.seconds / (every.seconds or 1.0),
         }
 
@@ -136,7 +132,7 @@ class MemoryObserver:
         pool, size = self._kv.pool, self._kv.spec.block_size
         sequences = [seq for request in self._requests for seq in request.sequences]
         running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
-        unfinished, blocks_unshared = self._unfinished_blocks(running)
+        unfinished = self._unfinished_blocks(running)
         reserved = sum(min(final, size) - filled for filled, final in unfinished.values())
         internal = sum(size - min(final, size) for _, final in unfinished.values())
         held = pool.num_active * size
@@ -150,27 +146,24 @@ class MemoryObserver:
             slots.idle = pool.num_free * size
         slots.external += self._never_a_block
         slots.idle += self._not_asked_for
-        return Moment(slots, len(running), pool.num_active, blocks_unshared, memory_is_short)
+        return Moment(slots, len(running), pool.num_active, memory_is_short)
 
-    def _unfinished_blocks(self, running: list[Sequence]) -> tuple[dict[BlockId, tuple[int, int]], int]:
-        """Return (slots filled, slots filled in the end) of each unfinished block, and the tables' total length.
+    def _unfinished_blocks(self, running: list[Sequence]) -> dict[BlockId, tuple[int, int]]:
+        """Return (slots filled, slots filled in the end) of each unfinished block.
 
         If several sequences hold a block, the one that will fill it most counts.
         """
         size = self._kv.spec.block_size
-        slides = any(group.sliding_window is not None for group in self._kv.spec.groups)
         blocks: dict[BlockId, tuple[int, int]] = {}
-        total = 0
         for seq in running:
             final = seq.num_prompt_tokens + (seq.request.params.max_tokens or 1) - 1
             first = seq.num_computed // size
             for table in self._kv.tables(seq):
-                total += len(table) - (table.count(NULL_BLOCK) if slides else 0)
                 for index in range(first, len(table)):
                     filled = max(0, seq.num_computed - index * size)
                     before = blocks.get(table[index], (0, 0))
                     blocks[table[index]] = (max(before[0], filled), max(before[1], final - index * size))
-        return blocks, total
+        return blocks
 
     def _is_refused(self, seq: Sequence) -> bool:
         """Return whether admission has refused a waiting sequence for lack of blocks."""
@@ -186,13 +179,9 @@ class _Average:
         self.slots = Slots()
         self.running = 0.0
         self.running_max = 0
-        self.blocks_held = 0.0
-        self.blocks_unshared = 0.0
 
     def add(self, moment: Moment, seconds: float) -> None:
         self.seconds += seconds
         self.slots.add(moment.slots, seconds)
         self.running += seconds * moment.num_running
         self.running_max = max(self.running_max, moment.num_running)
-        self.blocks_held += seconds * moment.blocks_held
-        self.blocks_unshared += seconds * moment.blocks_unshared

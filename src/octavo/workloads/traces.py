@@ -159,25 +159,50 @@ _CSV_FORMATS: dict[tuple[str, ...], Callable[[dict[str, str]], TraceRequest]] = 
 }
 
 
+def tokens_per_hash(scale_lengths: float) -> int:
+    """Return how many tokens a hash stands for once lengths are scaled."""
+    return max(1, round(TOKENS_PER_HASH * scale_lengths))
+
+
+def scaled(trace: Sequence[TraceRequest], scale_lengths: float) -> list[TraceRequest]:
+    """Return requests whose prompts and outputs are `scale_lengths` times as long; prompts that a trace holds are cut.
+
+    Raises:
+        ConfigError: the scale is not positive, or is above 1 for a trace that holds the prompts themselves.
+    """
+    if not 0 < scale_lengths < math.inf:
+        raise ConfigError(f"scale_lengths must be above 0, got {scale_lengths:g}")
+    if scale_lengths > 1 and any(request.token_ids is not None for request in trace):
+        raise ConfigError("a workload that holds its prompts can be scaled down, not up")
+
+    def length(request: TraceRequest) -> int:
+        # The last hash may stand for fewer tokens: it is scaled separately, so that the ones before stay aligned.
+        whole, rest = divmod(request.prompt_tokens, TOKENS_PER_HASH) if request.hash_ids else (0, request.prompt_tokens)
+        return max(1, whole * tokens_per_hash(scale_lengths) + round(rest * scale_lengths))
+
+    return [
+        replace(
+            request,
+            prompt_tokens=length(request),
+            output_tokens=max(1, round(request.output_tokens * scale_lengths)),
+            token_ids=None if request.token_ids is None else request.token_ids[: length(request)],
+        )
+        for request in trace
+    ]
+
+
 def as_requests(
-    trace: Sequence[TraceRequest],
-    *,
-    scale_lengths: float = 1.0,
-    scale_time: float = 1.0,
-    seed: int = 0,
-    end: int = END_TOKEN_ID,
+    trace: Sequence[TraceRequest], *, scale_lengths: float = 1.0, seed: int = 0, end: int = END_TOKEN_ID
 ) -> list[BenchRequest]:
-    """Return requests with the trace's lengths and arrival times, scaled; the same seed makes the same prompts.
+    """Return requests with the trace's arrival times, and its lengths, scaled; the same seed makes the same prompts.
 
     Equal hash ids become equal blocks of `512 * scale_lengths` tokens, so the trace's prefix sharing is preserved. If
     the trace holds the prompts themselves, they are truncated to the scaled length.
 
     Raises:
-        ConfigError: a scale is not positive, or is above 1 for lengths of a trace that holds the prompts themselves.
+        ConfigError: see `scaled`.
     """
-    if not scale_lengths > 0 or not scale_time > 0:
-        raise ConfigError(f"scales must be above 0, got {scale_lengths:g} for lengths and {scale_time:g} for time")
-    block_len = max(1, round(TOKENS_PER_HASH * scale_lengths))
+    block_len = tokens_per_hash(scale_lengths)
 
     # The blocks of a popular prefix are used thousands of times; the bound limits the memory for a long trace.
     @lru_cache(maxsize=4096)
@@ -186,23 +211,17 @@ def as_requests(
 
     def prompt(index: int, request: TraceRequest) -> list[int]:
         if request.token_ids is not None:
-            if scale_lengths > 1:
-                raise ConfigError("a workload that holds its prompts can be scaled down, not up")
-            return list(request.token_ids[: max(1, round(request.prompt_tokens * scale_lengths))])
+            return list(request.token_ids)
         if request.hash_ids is None:
-            length = max(1, round(request.prompt_tokens * scale_lengths))
-            return random_token_ids(random.Random(f"{seed}/request/{index}"), length, end)
-        # The last block may be partial. It is scaled separately, so that the whole blocks before it stay aligned.
-        whole, rest = divmod(request.prompt_tokens, TOKENS_PER_HASH)
-        length = max(1, whole * block_len + round(rest * scale_lengths))
-        return [token for hash_id in request.hash_ids for token in block_tokens(hash_id)][:length]
+            return random_token_ids(random.Random(f"{seed}/request/{index}"), request.prompt_tokens, end)
+        return [token for hash_id in request.hash_ids for token in block_tokens(hash_id)][: request.prompt_tokens]
 
     return [
         BenchRequest(
             prompt_token_ids=prompt(index, request),
-            max_tokens=max(1, round(request.output_tokens * scale_lengths)),
-            arrival_s=None if request.arrival_s is None else request.arrival_s * scale_time,
+            max_tokens=request.output_tokens,
+            arrival_s=request.arrival_s,
             client=request.client,
         )
-        for index, request in enumerate(trace)
+        for index, request in enumerate(scaled(trace, scale_lengths))
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from octavo.commands.common_options import add_json_option, add_seed_option, block_sizes, positive, positives
+from octavo.commands.common_options import add_json_option, add_seed_option, block_sizes, positive
 from octavo.commands.options import add_options
 from octavo.config import EngineConfig
 from octavo.workloads.workload import NAMED_WORKLOADS
@@ -52,27 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         action="append",
         metavar="FILE",
-        help="also use the lengths of a trace, scaled to max_model_len; may be given several times",
+        help="also use the lengths of a trace, scaled so that 99 of 100 requests fit max_model_len; may be repeated",
     )
     group.add_argument(
         "--num-prompts",
         type=positive,
         metavar="N",
         help="number of requests from each trace (default: 64; with --simulate: 512)",
-    )
-    group.add_argument(
-        "--trace-scale-lengths",
-        type=float,
-        metavar="X",
-        help="factor on all lengths of a trace (default: the one with which 99 of 100 requests fit max_model_len)",
-    )
-    group.add_argument(
-        "--samples", type=positives, default="2,4,8", metavar="N,…", help="numbers of parallel samples to compare"
-    )
-    group.add_argument(
-        "--sharing",
-        action=argparse.BooleanOptionalAction,
-        help="also measure what parallel samples and a common prefix save (default: with --simulate)",
     )
     group.add_argument(
         "--runs", type=positive, default=1, metavar="N", help="report the median of N runs, with block sizes in turns"

@@ -52,13 +52,11 @@ class _Bench:
     options: dict[str, Any]
     speeds: tuple[float, float] | None  # GB/s and GFLOP/s of a simulated device
 
-    def config(self, **changes: Any) -> EngineConfig:
-        return EngineConfig.from_options({**self.options, **changes})
-
-    def engine(self, block_size: BlockSize, **changes: Any) -> AbstractContextManager[BenchEngine]:
+    def engine(self, block_size: BlockSize) -> AbstractContextManager[BenchEngine]:
         if self.speeds is None:
-            return real_engine(self.budget, block_size, {**self.options, **changes})
-        return nullcontext(simulated_engine(self.budget, block_size, self.config(**changes), *self.speeds))
+            return real_engine(self.budget, block_size, self.options)
+        config = EngineConfig.from_options(self.options)
+        return nullcontext(simulated_engine(self.budget, block_size, config, *self.speeds))
 
     def with_codec(self, name: str) -> _Bench:
         """Return the same comparison with another codec of the KV cache."""
@@ -67,9 +65,9 @@ class _Bench:
         options = {**self.options, "kv_cache_dtype": name}
         return replace(self, budget=replace(self.budget, sizing=coded), options=options)
 
-    def play(self, block_size: BlockSize, work: _Work, n: int = 1, **changes: Any) -> Played:
-        with self.engine(block_size, **changes) as engine:
-            return play(engine, work.requests, self.budget, n)
+    def play(self, block_size: BlockSize, work: _Work) -> Played:
+        with self.engine(block_size) as engine:
+            return play(engine, work.requests, self.budget)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     budget = CacheBudget.build(shape, config, args.contiguous_seqs)
     speeds = (args.gb_s, args.gflop_s) if args.simulate else None
     cost = None if speeds is None else _step_cost(budget, speeds)
-    # No prefix caching, because nothing of one block size may help the next; sharing has a separate table.
+    # No prefix caching, because nothing of one block size may help the next.
     bench = _Bench(budget, {"enable_prefix_caching": False, **options}, speeds)
     sizes: list[BlockSize] = args.block_sizes or (_SIMULATED_SIZES if args.simulate else [16, CONTIGUOUS])
     candidates = [(bench.with_codec(name), _PAGED) for name in codecs] or [(bench, size) for size in sizes]
@@ -107,11 +105,8 @@ def run(args: argparse.Namespace) -> int:
         "step_cost": cost,
         "axis": "codec" if codecs else "block size",
         "workloads": [_compare(candidates, baseline, work, args.runs) for work in works],
-        "sharing": [],
         "machine": report.machine(),
     }
-    if args.simulate and not codecs if args.sharing is None else args.sharing:
-        result["sharing"] = list(_sharing(bench, works, args.samples, shape.config.vocab_size, args.workload_seed))
     line = report.as_json_line(result)
     if args.output:
         memory_report.write(result, line, Path(args.output))
@@ -162,23 +157,6 @@ def _codecs(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
     return ["auto", *(coded if args.codecs == "all" else args.codecs.split(","))]
 
 
-def _sharing(
-    bench: _Bench, works: list[_Work], samples: list[int], vocab_size: int, seed: int
-) -> Iterator[dict[str, Any]]:
-    """Measure parallel samples, then a common prefix with and without a prefix cache.
-
-    Parallel samples run with the cache, as in serving, so that a preempted sample finds its prompt's blocks again. The
-    prompts of a named workload share nothing by themselves; those of some traces do.
-    """
-    for work in works:
-        for n in samples:
-            yield memory_report.sharing_row(work.name, n, bench.play(_PAGED, work, n, enable_prefix_caching=True))
-    common = _named(f"shared{len(works[0].requests)}", seed, bench.budget, vocab_size)
-    for caching in (False, True):
-        played = bench.play(_PAGED, common, enable_prefix_caching=caching)
-        yield memory_report.sharing_row(f"{common.name}, {'with' if caching else 'no'} prefix cache", 1, played)
-
-
 def _works(args: argparse.Namespace, budget: CacheBudget, vocab_size: int) -> Iterator[_Work]:
     count = args.num_prompts or (512 if args.simulate else 64)
     default = "" if args.trace else f"mixed{count},sharegpt{count}"
@@ -187,10 +165,8 @@ def _works(args: argparse.Namespace, budget: CacheBudget, vocab_size: int) -> It
         yield _named(name, args.workload_seed, budget, vocab_size)
     for path in args.trace or ():
         trace = traces.read_trace(path)[:count]
-        scale = args.trace_scale_lengths
-        if scale is None:
-            totals = [request.prompt_tokens + request.output_tokens for request in trace]
-            scale = min(1.0, budget.max_model_len / report.percentile(totals, 99))
+        totals = [request.prompt_tokens + request.output_tokens for request in trace]
+        scale = min(1.0, budget.max_model_len / report.percentile(totals, 99))
         end = min(workload.END_TOKEN_ID, vocab_size)
         requests = traces.as_requests(trace, scale_lengths=scale, seed=args.workload_seed, end=end)
         yield _clipped(Path(path).stem, requests, budget, scale)

@@ -47,13 +47,6 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trace-scale-lengths", type=float, default=1.0, metavar="X", help="factor on all lengths of a trace"
     )
-    group.add_argument(
-        "--time-scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="factor on a trace's arrival times; 0.5 is twice as fast",
-    )
     add_seed_option(group, "lengths, tokens and arrivals")
     group.add_argument(
         "--token-id-end",
@@ -93,13 +86,8 @@ def _requests(args: argparse.Namespace) -> Sequence[BenchRequest]:
                 )
     if args.trace:
         trace = traces.read_trace(args.trace)
-        return traces.as_requests(
-            trace[: args.num_prompts],
-            scale_lengths=args.trace_scale_lengths,
-            scale_time=args.time_scale,
-            seed=seed,
-            end=end,
-        )
+        scale = args.trace_scale_lengths
+        return traces.as_requests(trace[: args.num_prompts], scale_lengths=scale, seed=seed, end=end)
     if args.workload == RANDOM:
         prompt_lens, output_lens = (
             Lengths.parse(args.input_len or INPUT_LEN),
