@@ -158,7 +158,7 @@ def test_a_scaling_without_its_factor_is_corrupt(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"hidden_act": "quick_gelu"}, "quick_gelu"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
-        ({"architectures": ["OlmoForCausalLM"]}, "OlmoForCausalLM"),
+        ({"architectures": ["PhimoeForCausalLM"]}, "PhimoeForCausalLM"),
     ],
 )
 def test_what_the_native_decoder_cannot_run_goes_through_transformers_and_says_why(

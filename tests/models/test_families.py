@@ -99,7 +99,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         },
         {"olmo2.attention.sliding_window": 7, "olmo2.rope.freq_base_swa": 10000.0},
     ),
+    "Olmo": ({}, {}),
+    "Phi": ({"initializer_range": 0.8}, {"phi2.rope.dimension_count": 8}),
     "Phi3": ({"pad_token_id": 0}, {}),
+    "Falcon": ({"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96}, {}),
+    "GPTJ": ({"rotary_dim": 8, "n_inner": 96, "num_key_value_heads": 4, "initializer_range": 0.8}, None),
     "Granite": (
         {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0},
         {
@@ -362,7 +366,10 @@ KNOWN_AS = {
     "Gemma3": "Gemma 3 (text)",
     "Olmo2": "OLMo 2",
     "Olmo3": "OLMo 3",
+    "Olmo": "OLMo 1",
+    "Phi": "Phi-1 and 2",
     "Phi3": "Phi-3 and 4",
+    "GPTJ": "GPT-J",
     "Ministral3": "Ministral 3",
     "Granite": "Granite 3 (dense)",
     "GraniteMoeHybrid": "Granite 4 (attention alone, dense)",
@@ -464,6 +471,16 @@ def test_a_family_without_a_class_has_the_logits_of_one_with_its_layers(family: 
         write_relative(tmp_path / "model", model, family)
     else:
         write_gguf(tmp_path / "model", model, architecture=native.gguf_name, keys=keys)
+    _assert_native_logits(tmp_path / "model", model)
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_a_falcon_of_7b_has_one_norm_a_layer_and_one_kv_head(kind: str, tmp_path: Path) -> None:
+    model = make_model("Falcon", num_key_value_heads=1, ffn_hidden_size=96)
+    if kind == "folder":
+        model.save_pretrained(tmp_path / "model")
+    else:
+        write_gguf(tmp_path / "model", model)
     _assert_native_logits(tmp_path / "model", model)
 
 

@@ -39,6 +39,7 @@ GGUF_NAMES = {
     "Cohere": "command-r",
     "MiniMaxM2": "minimax-m2",
     "Ministral3": "mistral3",
+    "Phi": "phi2",
     "GraniteMoeHybrid": "granite",  # where all layers are attention
     "Glm": "chatglm",
     "HunYuanDenseV1": "hunyuan-dense",
@@ -51,7 +52,7 @@ CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}  # of the families whose name an
 # Which architectures' rows of q and k llama.cpp's converter reorders for interleaved rotation.
 REORDERED = (
     *("llama", "mistral3", "granitehybrid", "granite", "granitemoe", "smollm3", "arcee"),
-    *("internlm2", "xverse"),
+    *("internlm2", "xverse", "olmo"),
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -213,8 +214,8 @@ def write_gguf(
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
-        names = ("layer_norm_eps", "norm_epsilon", "norm_eps")
-        writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
+        names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+        writer.add_layer_norm_eps(next((getattr(config, name) for name in names if hasattr(config, name)), 1e-5))
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -251,8 +252,10 @@ def write_gguf(
         elif stated in REORDERED and "k_proj" in name:
             values = _interleave(values, config.num_key_value_heads)
         elif "query_key_value" in name:
-            heads = values.reshape(config.num_attention_heads, 3, head_dim, -1)
-            values = heads.swapaxes(0, 1).reshape(values.shape)
+            group = config.num_attention_heads // config.num_key_value_heads
+            heads = values.reshape(config.num_key_value_heads, group + 2, head_dim, -1)
+            parts = np.split(heads, (group, group + 1), axis=1)
+            values = np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
         elif stated.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             values = values + 1
         if gguf_name not in leave_out:

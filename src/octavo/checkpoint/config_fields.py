@@ -18,7 +18,7 @@ _ALIASES = {
     "num_key_value_heads": ("num_kv_heads", "n_head_kv", "n_kv_heads"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
-    "hidden_act": ("activation_function", "hidden_activation"),
+    "hidden_act": ("activation_function", "hidden_activation", "activation"),
     "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "rope_theta": ("rotary_emb_base",),
     "attention_bias": ("qkv_bias", "use_qkv_bias", "bias"),

@@ -34,6 +34,8 @@ def tensor_names(file: GGUFFile) -> TensorNames:
     names = _native(file)[1].names
     if "blk.0.attn_k_b.weight" in file.tensors:  # since llama.cpp caches latents, their projections are apart
         names = replace(names, fused=names.fused - {"kv_b"})
+    if "blk.0.attn_norm_2.weight" in file.tensors:
+        names = replace(names, gguf={"attention_norm": "attn_norm_2", "mlp_norm": "attn_norm"})
     fused = "blk.0.attn_qkv.weight" in file.tensors
     return replace(names, fused=names.fused | {"qkv"} if fused else names.fused - {"qkv"})
 
@@ -55,6 +57,8 @@ def gguf_model_config(file: GGUFFile, max_len: int | None = None) -> ModelConfig
     num_heads = meta.uniform("attention.head_count")
     hidden_size = meta.uniform("embedding_length")
     head_dim = meta.uniform("attention.key_length", hidden_size // num_heads)
+    if meta.get("attention.clamp_kqv", 0.0):
+        raise UnsupportedModelError(f"{file.path}: queries, keys and values are clipped, which is not supported")
     # Layers that predict further tokens come last, and are not computed.
     num_layers = meta.uniform("block_count") - int(meta.get("nextn_predict_layers", 0))
     if (last := f"blk.{num_layers - 1}.attn_output.weight") not in file.tensors:
@@ -84,6 +88,7 @@ def gguf_model_config(file: GGUFFile, max_len: int | None = None) -> ModelConfig
         qkv_bias="blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+        head_bias="output.bias" in file.tensors,
         tie_word_embeddings="output.weight" not in file.tensors,
         layer=_layer(meta, native),
         names=tensor_names(file),
@@ -197,6 +202,8 @@ def _layer(meta: _Keys, native: NativeArchitecture) -> LayerDescription:
     layer = native.layer
     if not meta.get("use_parallel_residual", True):
         layer = replace(layer, parallel=None)
+    if "blk.0.attn_norm_2.weight" in meta.file.tensors:
+        layer = replace(layer, parallel="two norms")
     if layer.qk_norm == "head" and "blk.0.attn_q_norm.weight" not in meta.file.tensors:
         layer = replace(layer, qk_norm="none")
     return layer

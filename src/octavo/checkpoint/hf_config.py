@@ -85,7 +85,8 @@ def _model_config(raw: dict[str, Any], path: Path, max_len: int | None) -> Model
         )
     num_heads = fields.size("num_attention_heads")
     hidden_size = fields.size("hidden_size")
-    mlp_width = fields.size(native.mlp_width) if native else fields.size("intermediate_size", 4 * hidden_size)
+    width = None if native and native.layer.gated else 4 * hidden_size
+    mlp_width = fields.size(native.mlp_width if native else "intermediate_size", width)
     head_dim, value_dim = _head_dims(fields, hidden_size, num_heads)
     latent = _latent(fields) if native and native.latent and reason is None else None
     scalars = _scalars(fields, native, hidden_size) if native else {}
@@ -115,9 +116,10 @@ def _model_config(raw: dict[str, Any], path: Path, max_len: int | None) -> Model
         qkv_bias="qkv" in biased or "all" in biased,
         output_bias="all" in biased or bool(fields.get("attention_out_bias")),
         mlp_bias=_mlp_bias(fields, native),
+        head_bias=native is not None and native.head_bias,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", fields.get("tie_word_embeddings", native is None))),
         layer=_layer(native, fields),
-        names=native.names if native else TensorNames(),
+        names=_names(native, fields),
         layer_windows=windows,
         layer_ropes=tuple(ropes),
         rotary_interleaved=native is not None
@@ -218,6 +220,8 @@ def _why_not_native(
         return "biases of a shared expert"
     if (fields.get("swiglu_limit", 7.0), fields.get("swiglu_alpha", 1.702)) != (7.0, 1.702):
         return "a SwiGLU with a limit other than 7, or a factor other than 1.702"
+    if fields.get("alibi") or not fields.get("parallel_attn", True):
+        return "ALiBi, or an MLP after attention instead of next to it"
     if fields.get("norm_head"):
         return "a head with normalised rows"
     if fields.get("clip_qkv") is not None:
@@ -266,7 +270,7 @@ def _head_dims(fields: ConfigFields, hidden_size: int, num_heads: int) -> tuple[
 
 
 def _num_kv_heads(fields: ConfigFields, num_heads: int) -> int:
-    if fields.get("multi_query"):
+    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         return 1
     if "num_key_value_heads" in fields.content and fields.content["num_key_value_heads"] is None:
         return num_heads
@@ -293,9 +297,23 @@ def _layer(native: NativeArchitecture | None, fields: ConfigFields) -> LayerDesc
     layer = native.layer if native else LayerDescription()
     if not fields.get("use_parallel_residual", True):
         layer = replace(layer, parallel=None)
+    if _has_two_falcon_norms(fields):
+        layer = replace(layer, parallel="two norms")
     if not fields.get("use_qk_norm", True):
         layer = replace(layer, qk_norm="none")
     return layer
+
+
+def _names(native: NativeArchitecture | None, fields: ConfigFields) -> TensorNames:
+    names = native.names if native else TensorNames()
+    if _has_two_falcon_norms(fields):
+        names = replace(names, changed={**names.changed, "attention_norm": "ln_attn", "mlp_norm": "ln_mlp"})
+    return names
+
+
+def _has_two_falcon_norms(fields: ConfigFields) -> bool:
+    """Whether a Falcon has norms of their own for attention and MLP, as those of 40 and 180 billion parameters do."""
+    return bool(fields.get("new_decoder_architecture")) and fields.get("num_ln_in_parallel_attn", 2) == 2
 
 
 def _activation(fields: ConfigFields, native: NativeArchitecture | None) -> str:
@@ -304,7 +322,7 @@ def _activation(fields: ConfigFields, native: NativeArchitecture | None) -> str:
     activation = fields.get("hidden_act", "silu")
     if not isinstance(activation, str):
         raise CorruptModelError(f"{fields.source}: hidden_act must be the name of a function, got {shown(activation)}")
-    return activation
+    return {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}.get(activation, activation)
 
 
 def _scalars(fields: ConfigFields, native: NativeArchitecture, hidden_size: int) -> dict[str, Any]:

@@ -37,8 +37,9 @@ def layer_windows(fields: ConfigFields, native: NativeArchitecture | None, num_l
 
 def partial_rotary(fields: ConfigFields, rope: dict[str, Any], default: float) -> float:
     """Return the share of a head's dimensions that rotates."""
-    if (dimensions := fields.get("rotary_dim")) and (head_dim := fields.get("head_dim")):
-        default = dimensions / head_dim
+    if dimensions := fields.get("rotary_dim"):
+        stated = fields.get("head_dim")
+        default = dimensions / (stated or fields.size("hidden_size") // fields.size("num_attention_heads"))
     return float(rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or default)
 
 

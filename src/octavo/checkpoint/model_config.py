@@ -25,7 +25,7 @@ class LayerDescription:
         norm: "rms" rounds a normalised row before its weights multiply it; "rms_once" after, with float32 weights;
             "layer" is LayerNorm, rounded once.
         norm_offset: added to the weights of a checkpoint's norms, which may be their difference from one.
-        norm_bias: whether norms have a bias ("layer" only).
+        norm_weights, norm_bias: whether norms have weights, and whether they have a bias ("layer" only).
         norms_before, norms_after: whether attention and MLP each have a norm of their input, and one of their output
             before it is added to the residual.
         parallel: attention and MLP read the same residual, and both are added to it; if it is "one norm", they share
@@ -38,6 +38,7 @@ class LayerDescription:
 
     norm: Literal["rms", "rms_once", "layer"] = "rms"
     norm_offset: float = 0.0
+    norm_weights: bool = True
     norm_bias: bool = False
     norms_before: bool = True
     norms_after: bool = False
@@ -231,6 +232,7 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     tie_word_embeddings: bool = False
     layer: LayerDescription = field(default_factory=LayerDescription)
     names: TensorNames = field(default_factory=TensorNames)

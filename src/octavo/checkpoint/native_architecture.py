@@ -53,6 +53,7 @@ class NativeArchitecture:
         biased: the projections that carry a bias whatever the configuration says ("qkv", "mlp" or none).
         bias_option: the projections of attention to which `attention_bias` or `use_bias` gives one.
         mlp_bias_option: the key that gives the MLP's projections one; None: they have none.
+        head_bias: whether the projection to logits has one.
         rotary_interleaved: the files whose rows of q and k are ordered for interleaved rotation: "gguf", "both" kinds,
             or "none".
         qkv_by_head: see `ModelConfig`; of Hugging Face's files.
@@ -84,6 +85,7 @@ class NativeArchitecture:
     biased: Literal["qkv", "mlp", "none"] = "none"
     bias_option: Literal["qkv", "all", "none"] = "none"
     mlp_bias_option: str | None = None
+    head_bias: bool = False
     rotary_interleaved: Literal["gguf", "both", "none"] = "none"
     qkv_by_head: bool = False
     windowed: Literal["always", "by_layer", "never"] | int = "never"

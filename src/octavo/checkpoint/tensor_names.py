@@ -61,11 +61,13 @@ class TensorNames:
             number of an expert or of a head; brackets select from a tensor (`models/weights.py`).
         fused: "qkv", "gate_up" and "kv_b", as far as the family stores these projections as one matrix.
         layers: what Hugging Face's names of tensors in layers begin with.
+        gguf: parts that GGUF's files of this family call otherwise than Llama's.
     """
 
     changed: Mapping[str, str] = field(default_factory=dict)
     fused: Set[str] = frozenset()
     layers: str = "model.layers"
+    gguf: Mapping[str, str] = field(default_factory=dict)
 
     def hf(self, part: str, layer: int | None = None, expert: int | None = None) -> str:
         """Hugging Face's name of a part without its ending: hf("q", 3) -> 'model.layers.3.self_attn.q_proj'."""
@@ -81,7 +83,7 @@ class TensorNames:
             return None
         layer = None if match[1] is None else int(match[1])
         for part, _, gguf in _TOP_LEVEL if layer is None else _IN_A_LAYER:
-            if gguf == match[2] and not self._is_stored_otherwise(part):
+            if self.gguf.get(part, gguf) == match[2] and not self._is_stored_otherwise(part):
                 return f"{self.hf(part, layer)}.{match[3]}"
         return None
 

@@ -194,7 +194,7 @@ class PackingReader(WeightReader):
             # One copy serves both, because rows are looked up in the packed head.
             tied = self._pack([name], [shape[0]], shape[1], self._kept([shape[0]], "outputs"))
             return tied.parts[0].weight, self._count(tied)
-        head = self.linear([config.names.hf("head")], [shape[0]], shape[1], bias=False)
+        head = self.linear([config.names.hf("head")], [shape[0]], shape[1], bias=config.head_bias)
         (kept,) = self._kept([shape[0]], "outputs")
         if self._stored(name, *shape):
             return self._count(self._pack([name], [shape[0]], shape[1], [kept])).parts[0].weight, head

@@ -54,7 +54,7 @@ class WeightReader:
         shape = (config.vocab_size, config.hidden_size)
         embedding = self.tensor(f"{config.names.hf('embedding')}.weight", *shape)
         if not config.tie_word_embeddings:
-            return embedding, self.linear([config.names.hf("head")], [shape[0]], shape[1], bias=False)
+            return embedding, self.linear([config.names.hf("head")], [shape[0]], shape[1], bias=config.head_bias)
         # On a CPU a tied head is a second, packed copy, because rows cannot be looked up in oneDNN's packed format, and
         # products with the plain format are slow.
         return embedding, self.keep(embedding, None)
@@ -65,7 +65,10 @@ class WeightReader:
         width = config.hidden_size if width is None else width
         description = config.layer
         dtype = self._dtype if description.norm == "rms" else torch.float32
-        weight = self.tensor(f"{name}.weight", width, dtype=dtype)
+        if description.norm_weights:
+            weight = self.tensor(f"{name}.weight", width, dtype=dtype)
+        else:
+            weight = torch.ones(width, dtype=dtype, device=self._device)
         if description.norm_offset:
             weight = weight + description.norm_offset
         bias = self.tensor(f"{name}.bias", width, dtype=dtype) if description.norm_bias else None

@@ -238,10 +238,10 @@ class _Counter:
         mlp_divided, mlp_whole = self._mlps()
         return ParameterCount(
             embedding=embedding,
-            head=0 if config.tie_word_embeddings else embedding,
+            head=0 if config.tie_word_embeddings else embedding + config.vocab_size * int(config.head_bias),
             kv_projections=layers * kv,
             divided=layers * divided + mlp_divided,
-            whole=layers * (whole + config.layer.num_norms * hidden) + mlp_whole + hidden,
+            whole=layers * whole + (layers * config.layer.num_norms + 1) * self._norm() + mlp_whole,
         )
 
     def attention_width(self) -> int:
@@ -252,6 +252,10 @@ class _Counter:
 
     def experts(self) -> RoutedExperts | None:
         return _routed_experts(self._config, self._num_sparse_layers())
+
+    def _norm(self) -> int:
+        """Return the parameters of a norm of the residual."""
+        return self._config.hidden_size * (int(self._config.layer.norm_weights) + int(self._config.layer.norm_bias))
 
     def _attention(self) -> tuple[int, int, int]:
         """Return one layer's KV projections, other divided parameters, and whole parameters."""
