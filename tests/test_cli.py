@@ -170,15 +170,22 @@ def test_the_entry_point_imports_nothing_before_ctrl_c_is_handled() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-@pytest.mark.parametrize("printed", ["'x'", "'x' * 100000, flush=True"])
-def test_output_to_a_full_disk_is_an_error_in_one_line(printed: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("print('x')", "cannot write: No space left on device"),
+        ("print('x' * 100000, flush=True)", "cannot write: No space left on device"),
+        ("raise PermissionError(13, 'Permission denied', '/x')", "cannot open /x: Permission denied"),
+    ],
+)
+def test_a_full_disk_or_a_missing_permission_is_an_error_in_one_line(line: str, problem: str) -> None:
     code = "import sys\nfrom octavo import cli\n"
     code += "class Parser:\n  def parse_args(self, argv):\n    return self\n"
-    code += f"  def run(self, args):\n    print({printed})\n    return 0\n"
+    code += f"  def run(self, args):\n    {line}\n    return 0\n"
     code += "cli.build_parser = Parser\nsys.exit(cli.main())"
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (1, "octavo: error: cannot write: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, f"octavo: error: {problem}\n")
 
 
 def test_a_reader_that_leaves_ends_the_command_without_a_traceback() -> None:

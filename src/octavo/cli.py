@@ -20,8 +20,8 @@ from octavo.errors import OctavoError, how_to_install
 EXIT_ERROR = 1
 EXIT_INTERRUPTED = 130
 
-# A disk, or a user's part of it, has no room.
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+# A disk, or a user's part of it, has no room; or the user may not read or write there.
+_REPORTED = {errno.ENOSPC: "write", errno.EDQUOT: "write", errno.EROFS: "write", errno.EACCES: "open"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as error:
-        if error.errno in _FULL:
+        if (action := _REPORTED.get(error.errno or 0)) is not None:
             where = f" {error.filename}" if error.filename else ""
-            print(f"octavo: error: cannot write{where}: {error.strerror}", file=sys.stderr)
+            print(f"octavo: error: cannot {action}{where}: {error.strerror}", file=sys.stderr)
         elif not isinstance(error, BrokenPipeError):
             raise
         # The disk is full, or the reader of our output has exited (`octavo generate … | head`). Python would report

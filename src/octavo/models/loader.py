@@ -221,7 +221,8 @@ class SafetensorsWeights:
         try:
             return safe_open(path, framework="pt", device="cpu")
         except FileNotFoundError as error:
-            raise CorruptModelError(f"{path} is missing, though the folder's index lists it") from error
+            problem = "cannot be read" if path.exists() else "is missing, though the folder's index lists it"
+            raise CorruptModelError(f"{path} {problem}") from error
         except SafetensorError as error:
             raise CorruptModelError(
                 f"{path} ({path.stat().st_size} bytes) is truncated or corrupt ({error}): download it again"
