@@ -10,7 +10,7 @@ import pytest
 from octavo.kvcache.block import BlockState
 from octavo.kvcache.eviction import EVICTION_POLICIES
 from octavo.request import FinishReason, PinReceipt, PinRequest, Request
-from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
+from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS
 from tests.kvcache.caches import make_request
 from tests.scheduler.kit import Harness
 
@@ -30,7 +30,6 @@ class Service(Harness):
             max_num_seqs=64,
             max_num_batched_tokens=2048,
             max_model_len=40_000,
-            watermark=DEFAULT_WATERMARK,
             headroom_tokens=DEFAULT_HEADROOM_TOKENS,
             audits=False,
             eviction=eviction,

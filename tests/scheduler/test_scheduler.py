@@ -9,9 +9,7 @@ import pytest
 
 from octavo.errors import CapacityError, ContextLengthError, RequestError
 from octavo.request import FinishReason, Sequence, SequenceStatus
-from octavo.scheduler.lifecycle import SchedulerConfig
-from octavo.scheduler.scheduler import Scheduler
-from tests.kvcache.caches import make_manager, make_request
+from tests.kvcache.caches import make_request
 from tests.scheduler.kit import Harness, outputs, status
 from tests.scheduler.plans import rows_of, shares
 
@@ -206,22 +204,6 @@ def test_an_aborted_parallel_request_gives_back_the_places_it_held() -> None:
     engine.scheduler.end_request(parent.request_id)
     assert all(s.finish_reason is FinishReason.ABORT for s in parent.sequences)
     assert other.request_id in shares(engine.step())
-
-
-def test_admission_leaves_the_watermark_to_those_that_run() -> None:
-    kv = make_manager(num_blocks=101, block_size=4)
-    scheduler = Scheduler(SchedulerConfig(8, 512, max_model_len=512, watermark=0.1), kv)
-    alone = make_request(list(range(360)), max_tokens=8)
-    scheduler.add(alone)
-    assert scheduler.schedule().num_rows == 1, "with nothing running the watermark does not apply"
-    scheduler.abandon_step()
-    second = make_request([1, 2, 3], max_tokens=8)
-    scheduler.add(second)
-    assert scheduler.schedule().seq_ids == (alone.sequences[0].seq_id,)
-    assert kv.pool.num_available == 10
-    scheduler.abandon_step()
-    scheduler.end_request(alone.request_id)
-    assert scheduler.schedule().seq_ids == (second.sequences[0].seq_id,)
 
 
 def test_a_shared_prompt_is_computed_once() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from octavo.errors import CapacityError
 from octavo.request import Request, Sequence, SequenceStatus
-from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
+from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS
 from octavo.scheduler.plan import StepPlan
 from octavo.scheduler.step_budget import MOST_NEWCOMERS, MOST_SCORED_TOKENS
 from octavo.scheduler.waiting import SortedSequences
@@ -27,7 +27,6 @@ def server_of(num_blocks: int = 2001, seqs: int = 64, budget: int = 2048, **cach
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         max_model_len=1 << 21,
-        watermark=DEFAULT_WATERMARK,
         headroom_tokens=DEFAULT_HEADROOM_TOKENS,
         audits=False,
         **cache,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from octavo.config import SERVER_DEFAULTS
 from octavo.planner.roofline import StepTimes
 from octavo.request import Request, Sequence
-from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS, DEFAULT_WATERMARK
+from octavo.scheduler.lifecycle import DEFAULT_HEADROOM_TOKENS
 from octavo.scheduler.plan import StepResult
 from octavo.scheduler.policy import VirtualTokenCounter
 from octavo.scheduler.step_budget import LatencyTarget
@@ -36,7 +36,6 @@ def server_of(
         max_num_seqs=seqs,
         max_num_batched_tokens=2048,
         max_model_len=1 << 16,
-        watermark=DEFAULT_WATERMARK,
         headroom_tokens=DEFAULT_HEADROOM_TOKENS,
         itl_slo_ms=target and target * 1e3,
         policy=VirtualTokenCounter() if fair else None,

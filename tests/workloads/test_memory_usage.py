@@ -33,7 +33,7 @@ class Bench:
     ) -> None:
         spec = KVCacheSpec.build(layers, block_size, "float32")
         kv = KVCacheManager(spec, usable_blocks + 1, caches)
-        limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 128, "watermark": 0.0, **limits}
+        limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 128, **limits}
         self.scheduler = Scheduler(SchedulerConfig(**limits), kv)
         self.observer = MemoryObserver(self.scheduler, usable_blocks * spec.block_bytes + extra_bytes)
 

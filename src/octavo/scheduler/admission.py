@@ -73,7 +73,6 @@ class Admission:
         self._running = lifecycle.running
         self._waiting = lifecycle.waiting
         self._tenants = lifecycle.tenants
-        self._watermark = int(lifecycle.config.watermark * lifecycle.kv.pool.num_blocks)
         self._max_step = lifecycle.config.max_num_batched_tokens
         self._chunk = max(1, self._max_step // 4)  # of the first prompt, in each step
         self._promise: _Promise | None = None
@@ -97,7 +96,7 @@ class Admission:
             return False
         if self._tenants or not len(self._running):
             return True  # a tenant's floor, or an idle engine, overrules a refusal
-        if self._kv.pool.num_available <= self._watermark:
+        if not self._kv.pool.num_available:
             return False
         head = self._waiting.head
         return any(
@@ -178,7 +177,7 @@ class Admission:
         within_floor = self._is_within_floor(seq)
         if within_floor:
             self._tenants.restore_floor(seq.request.tenant)
-        elif len(running) and (kv.pool.num_available <= self._watermark or self._is_refused(seq)):
+        elif len(running) and (not kv.pool.num_available or self._is_refused(seq)):
             return 0
         self._lifecycle.start_over_if_lost(seq)
         scored = seq.request.is_scored
@@ -224,7 +223,7 @@ class Admission:
         kept = available - self._tenants.room(seq) if self._tenants else 0
         if self._is_within_floor(seq):
             return kept
-        return max(self._watermark, self._running.reserve + self._running.bound_of(seq, num_tokens), kept)
+        return max(self._running.reserve + self._running.bound_of(seq, num_tokens), kept)
 
     def is_over_cap(self, seq: Sequence) -> bool:
         """Whether a waiting sequence exceeds its tenant's cap, together with the tenant's running sequences."""

@@ -43,7 +43,6 @@ class SchedulerCounters:
     num_deferred_tokens: int = 0
 
 
-DEFAULT_WATERMARK = 0.01
 DEFAULT_HEADROOM_TOKENS = 32
 
 
@@ -52,11 +51,9 @@ class SchedulerConfig:
     """The limits of one step.
 
     Attributes:
-        watermark: share of the pool that admission leaves available, so that a newcomer does not force a
-            preemption in the next few steps. Not applied while nothing runs.
         headroom_tokens: tokens, rounded up to blocks, that each running sequence, the newcomer and its parallel samples
             must be able to grow by after an admission, as far as max_tokens lets them, on top of the rest of their
-            prompts.
+            prompts, so that a newcomer does not force a preemption in the next few steps.
         itl_slo_ms: target for the time between two tokens of a running stream, in milliseconds, which limits the chunks
             of prompts, and the streams of several tenants; if None, only the token budget limits them.
     """
@@ -64,7 +61,6 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    watermark: float = DEFAULT_WATERMARK
     headroom_tokens: int = DEFAULT_HEADROOM_TOKENS
     itl_slo_ms: float | None = None
 

@@ -167,8 +167,7 @@ class MemoryObserver:
 
     def _is_refused(self, seq: Sequence) -> bool:
         """Return whether admission has refused a waiting sequence for lack of blocks."""
-        watermark = int(self._scheduler.config.watermark * self._kv.pool.num_blocks)
-        return seq.state.refusal is not None or self._kv.pool.num_available <= watermark
+        return seq.state.refusal is not None or not self._kv.pool.num_available
 
 
 class _Average:
