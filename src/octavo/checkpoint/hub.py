@@ -111,12 +111,15 @@ def _of_type(names: Sequence[str], wanted: str) -> list[str]:
 
 def _gguf_names(hub_id: str, revision: str | None, token: str | None) -> list[str]:
     """Return the names of a repository's GGUF files; without network of those in the cache."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants
 
     try:
         names = HfApi(token=token).list_repo_files(hub_id, revision=revision)
     except (OSError, ValueError):
-        folder = Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
+        # snapshot_download() would miss the files of the repository that were never asked for.
+        cached = Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
+        ref = cached / "refs" / (revision or "main")
+        folder = cached / "snapshots" / (ref.read_text().strip() if ref.is_file() else str(revision))
         names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
         if not names:
             raise

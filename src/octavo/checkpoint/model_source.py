@@ -153,6 +153,8 @@ def resolve_model(
                 return _folder(name, folder)
         tag = wanted if wanted and wanted.lower() != "latest" else None
         file = download_gguf(hub_id, revision, token, hf_file or tag, file=hf_file is not None)
+    except ModelNotFoundError:  # an OSError, too
+        raise
     except (OSError, ValueError) as error:  # the hub's own errors, and those of the connection, are among these
         raise _not_fetched(hub_id, error) from error
     return _file(name, file)
