@@ -123,9 +123,11 @@ def test_a_type_behind_a_colon_names_a_gguf_file_of_a_repository(
         assert Path(resolved(hub, tmp_path, call)[0]).read_bytes() == b"GGUFQ8_0"
     missing, _ = resolved(hub, tmp_path, 'resolve_model("org/quants:Q2_K")')
     assert missing.startswith("ModelNotFoundError: org/quants on the hub: no GGUF file matches 'Q2_K'; there are: big/")
-    hub.files["org/quants"] = {}
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert resolved(hub, tmp_path, 'resolve_model("org/quants:Q4_K_M")')[0] == path
+    hub.server_close()
+    assert "Connection refused" in resolved(hub, tmp_path, 'resolve_model("org/other:Q4_K_M")')[0]
+    for offline in ("0", "1"):
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        assert resolved(hub, tmp_path, 'resolve_model("org/quants:Q4_K_M")')[0] == path
 
 
 @pytest.mark.slow

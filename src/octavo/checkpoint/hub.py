@@ -112,15 +112,18 @@ def _of_type(names: Sequence[str], wanted: str) -> list[str]:
 def _gguf_names(hub_id: str, revision: str | None, token: str | None) -> list[str]:
     """Return the names of a repository's GGUF files; without network of those in the cache."""
     from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
 
     try:
-        names = HfApi(token=token).list_repo_files(hub_id, revision=revision)
-    except (OSError, ValueError):
+        # list_repo_files() repeats a failed request for 20 seconds.
+        about = HfApi(token=token).model_info(hub_id, revision=revision)
+        names = [file.rfilename for file in about.siblings or ()]
+    except (OSError, ValueError, HTTPError) as error:
         # snapshot_download() would miss the files of the repository that were never asked for.
         cached = Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
         ref = cached / "refs" / (revision or "main")
         folder = cached / "snapshots" / (ref.read_text().strip() if ref.is_file() else str(revision))
         names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
         if not names:
-            raise
+            raise OSError(str(error)) from error
     return [name for name in names if name.endswith(".gguf")]
