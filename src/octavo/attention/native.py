@@ -58,6 +58,13 @@ class NativeAttention(AttentionBackend):
             and max(key_dim, value_dim) <= kernels.MAX_HEAD_DIM
         )
 
+    def computes(self, kv: LayerKV, dtype: torch.dtype) -> bool:
+        """Whether the kernels take queries, keys and values in `dtype` for a layer."""
+        known = self._supported.get(id(kv))
+        if known is None:
+            known = self._supported[id(kv)] = kv, self.supports(kv)
+        return known[1] and (dtype is kv.key.dtype if isinstance(kv, FloatKV) else dtype in kernels.FLOAT_FORMATS)
+
     def attend(
         self,
         kv: LayerKV,
@@ -73,11 +80,7 @@ class NativeAttention(AttentionBackend):
         apart = None
         if sink_query is not None and batch.sinks is not None:
             apart = sink_query, batch.sinks.budgets, batch.sinks.num_tokens
-        known = self._supported.get(id(kv))
-        if known is None:
-            known = self._supported[id(kv)] = kv, self.supports(kv)
-        same_type = query.dtype is kv.key.dtype if isinstance(kv, FloatKV) else query.dtype in kernels.FLOAT_FORMATS
-        if not (known[1] and same_type):
+        if not self.computes(kv, query.dtype):
             return self._reference.attend(
                 kv, query, batch, scale=scale, softcap=softcap, sinks=sinks, sink_query=sink_query
             )

@@ -123,6 +123,18 @@ class LayerOps:
             return rotated
         return torch.cat((rotated, heads[..., 2 * half :]), dim=-1)
 
+    def rotate_heads(
+        self, qkv: torch.Tensor, heads: Heads, norm: QKNorm | None, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the queries, keys and values of qkv [tokens, …], each [tokens, heads, dim]; the first two normalised
+        and rotated."""
+        widths = [heads.num_heads * heads.key_dim, heads.kv_heads * heads.key_dim, heads.kv_heads * heads.value_dim]
+        _, key, value = torch.split(qkv, widths, dim=-1)
+        key = key.view(-1, heads.kv_heads, heads.key_dim)
+        key = self._rope(key, rotation, None if norm is None else (norm.key, norm.rotates_first))
+        query = self.rotate_queries(qkv, heads, norm, rotation)
+        return query, key, value.view(-1, heads.kv_heads, heads.value_dim)
+
     def rotate_queries(self, qkv: torch.Tensor, heads: Heads, norm: QKNorm | None, rotation: Rotation) -> torch.Tensor:
         """Return the queries of qkv [tokens, …], normalised and rotated, [tokens, num_heads, key_dim]."""
         query = qkv[:, : heads.num_heads * heads.key_dim].view(-1, heads.num_heads, heads.key_dim)
@@ -152,12 +164,8 @@ class LayerOps:
         Returns:
             The queries [tokens, num_heads, key_dim], which may be a view of qkv.
         """
-        widths = [heads.num_heads * heads.key_dim, heads.kv_heads * heads.key_dim, heads.kv_heads * heads.value_dim]
-        _, key, value = torch.split(qkv, widths, dim=-1)
-        query = self.rotate_queries(qkv, heads, norm, rotation)
-        key = key.view(-1, heads.kv_heads, heads.key_dim)
-        key = self._rope(key, rotation, None if norm is None else (norm.key, norm.rotates_first))
-        attention.write(kv, key, value.view(-1, heads.kv_heads, heads.value_dim), batch)
+        query, key, value = self.rotate_heads(qkv, heads, norm, rotation)
+        attention.write(kv, key, value, batch)
         return query
 
     def activate(self, x: torch.Tensor, activation: str, parameters: Sequence[float]) -> torch.Tensor:

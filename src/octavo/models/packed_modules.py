@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from octavo import kernels
-from octavo.kernels import PackedWeight
+from octavo.kernels import Activation, PackedWeight
 from octavo.models.quantised_checkpoint import quantise
 
 _EXPERTS = "octavo_packed"
@@ -49,9 +49,9 @@ class PackedProduct(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         return self.rows(rows if rows.is_contiguous() else rows.contiguous()).view(*x.shape[:-1], -1)
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply contiguous rows [n, inputs]."""
-        return self.matrix.linear(x, self.bias)
+    def rows(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
+        """Multiply contiguous rows [n, inputs]; `activation`: see `PackedWeight.linear`."""
+        return self.matrix.linear(x, self.bias, activation=activation)
 
 
 class PackedEmbedding(nn.Module):

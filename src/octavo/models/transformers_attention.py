@@ -8,10 +8,11 @@ One function is registered. What a layer's call of it does depends on the pass t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,30 +20,22 @@ from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.attention.reference import attend_dense
 from octavo.errors import OctavoError, UnsupportedModelError
 from octavo.kvcache.spec import LayerKVSpec
+from octavo.models.kernel_ops import KernelOps
+from octavo.models.ops import Heads, LayerOps, QKNorm
+from octavo.models.rotary import Rotation
 from octavo.storage.layer_kv import LayerKV
 
 ATTENTION = "octavo_paged"
 """The name under which transformers finds the function."""
 
+_OPS = KernelOps()
 _PROBE_TOKENS = 3
 # Additional arguments that some architectures pass to attention, and that no backend supports.
 _UNSUPPORTED_ARGUMENTS = ("indices", "block_indices", "position_bias", "score_mod", "head_mask")
 
 
-class Attention(Protocol):
-    """The implementation behind a layer's attention call: a step over blocks, or the probe."""
-
-    def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
-    ) -> torch.Tensor:
-        """Attend with query, key, value [num_tokens, heads, dim]; returns [num_tokens, num_heads, value_dim]."""
-
-    def mask(self, mask_function: Callable[..., torch.Tensor], length: int) -> torch.Tensor | None:
-        """Return the mask over `length` tokens for the layers of one kind."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Call:
+class AttentionCall:
     """The remaining arguments of one attention call."""
 
     mask: torch.Tensor | None
@@ -52,20 +45,75 @@ class _Call:
     arguments: dict[str, Any]
 
 
+class Attention(ABC):
+    """The implementation behind a layer's attention call: a step over blocks, the probe, or a trial of modules."""
+
+    @abstractmethod
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
+        """Attend with query, key, value [num_tokens, heads, dim]; returns [num_tokens, num_heads, value_dim]."""
+
+    def rotate_and_attend(
+        self,
+        module: torch.nn.Module,
+        qkv: torch.Tensor,
+        heads: Heads,
+        norm: QKNorm | None,
+        angles: tuple[torch.Tensor, torch.Tensor] | None,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        """Attend with a fused projection [num_tokens, ...], which may be overwritten.
+
+        Args:
+            angles: what transformers calls position_embeddings, see `rotation_by`; None: nothing rotates.
+        """
+        return self.attend(module, *LayerOps().rotate_heads(qkv, heads, norm, rotation_by(angles, len(qkv))), call)
+
+    @abstractmethod
+    def mask(self, mask_function: Callable[..., torch.Tensor], length: int) -> torch.Tensor | None:
+        """Return the mask over `length` tokens for the layers of one kind."""
+
+
+def rotation_by(angles: tuple[torch.Tensor, torch.Tensor] | None, num_tokens: int) -> Rotation:
+    """Return the rotation by the cosines and sines [1, num_tokens, rotary_dim] of a step, each half of them the same."""
+    if angles is None:
+        return Rotation.none(torch.zeros(num_tokens, dtype=torch.int64))
+    half = angles[0].shape[-1] // 2
+    cos, sin = (table[0, :, :half].float().contiguous() for table in angles)
+    return Rotation(cos, sin, torch.arange(num_tokens))
+
+
 @dataclass(frozen=True, slots=True)
-class PagedStep:
+class PagedStep(Attention):
     """One step over block tables. `layer_of` maps id(attention module) to its index in `kv`."""
 
     layer_of: dict[int, int]
     batch: AttentionBatch
     kv: Sequence[LayerKV]
     attention: AttentionBackend
+    _rotations: dict[int, tuple[Any, Rotation]] = field(default_factory=dict)  # by the id of angles, which it keeps
 
     def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         kv = self.kv[self.layer_of[id(module)]]
         self.attention.write(kv, key, value, self.batch)
+        return self.attention.attend(kv, query, self.batch, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+
+    def rotate_and_attend(
+        self,
+        module: torch.nn.Module,
+        qkv: torch.Tensor,
+        heads: Heads,
+        norm: QKNorm | None,
+        angles: tuple[torch.Tensor, torch.Tensor] | None,
+        call: AttentionCall,
+    ) -> torch.Tensor:
+        if (known := self._rotations.get(id(angles))) is None:
+            known = self._rotations[id(angles)] = angles, rotation_by(angles, len(qkv))
+        kv = self.kv[self.layer_of[id(module)]]
+        query = _OPS.rotate_and_store(qkv, heads, norm, known[1], kv, self.batch, self.attention)
         return self.attention.attend(kv, query, self.batch, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
 
     def mask(self, mask_function: Callable[..., torch.Tensor], length: int) -> torch.Tensor | None:
@@ -73,7 +121,7 @@ class PagedStep:
 
 
 @dataclass(slots=True)
-class LayerProbe:
+class LayerProbe(Attention):
     """Finds each layer's shapes and window in one forward pass over a few tokens."""
 
     model_name: str
@@ -82,7 +130,7 @@ class LayerProbe:
     layer_of: dict[int, int] = field(default_factory=dict)
 
     def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         place = f"{self.model_name}, attention layer {len(self.layers)}"
         if id(module) in self.layer_of:
@@ -134,7 +182,7 @@ class LayerProbe:
             )
         return window
 
-    def _window(self, call: _Call, place: str) -> int | None:
+    def _window(self, call: AttentionCall, place: str) -> int | None:
         """Return the layer's window, from its mask if there is one, else from its arguments."""
         if call.mask is None:
             window = call.arguments.get("sliding_window")
@@ -144,14 +192,15 @@ class LayerProbe:
         return int(call.mask.flatten()[0]) or None
 
 
-_current: ContextVar[Attention] = ContextVar("_current")
+current: ContextVar[Attention] = ContextVar("current")
+"""What the layers of the pass that is running attend through."""
 
 
 def run_through(
     model: Any, attention: Attention, token_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
 ) -> torch.Tensor:
     """Run a forward pass whose layers attend through `attention`; returns logits [rows, vocab_size]."""
-    token = _current.set(attention)
+    token = current.set(attention)
     try:
         output = model(
             input_ids=token_ids[None],
@@ -161,7 +210,7 @@ def run_through(
             return_dict=True,
         )
     finally:
-        _current.reset(token)
+        current.reset(token)
     logits: torch.Tensor = output.logits[0]
     return logits
 
@@ -181,10 +230,10 @@ def _paged_attention(
 
     `s_aux` is transformers' name for sinks.
     """
-    attention = _current.get(None)
+    attention = current.get(None)
     if attention is None:
         raise OctavoError(f"{type(module).__name__} was called outside of a step")
-    call = _Call(
+    call = AttentionCall(
         mask=attention_mask,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
@@ -198,7 +247,7 @@ def _paged_attention(
 
 def _mask(*, mask_function: Callable[..., torch.Tensor], q_length: int, **_: Any) -> torch.Tensor | None:
     """The mask function for transformers."""
-    attention = _current.get(None)
+    attention = current.get(None)
     return None if attention is None else attention.mask(mask_function, q_length)
 
 

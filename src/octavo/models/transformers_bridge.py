@@ -16,6 +16,7 @@ from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.checkpoint.hf_config import merged, read_json
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.models.base import CausalLM, LaterRows
+from octavo.models.fused_modules import fuse_modules
 from octavo.models.packed_modules import OnlineFormat, can_pack, pack_modules
 from octavo.models.transformers_attention import ATTENTION, PagedStep, probe_layers, register_attention, run_through
 from octavo.storage.layer_kv import LayerKV
@@ -59,8 +60,6 @@ class TransformersModel(CausalLM):
         self.dtype = model.dtype
         self.device = model.device
         self._packed = packed and can_pack(model)
-        if self._packed:
-            pack_modules(model, format)
         text_config = model.config.get_text_config(decoder=True)
         self.architecture = type(model).__name__
         self.vocab_size = text_config.vocab_size
@@ -68,6 +67,10 @@ class TransformersModel(CausalLM):
         _fix_frequencies(model, max_len or self.max_position_embeddings)
         self.eos_token_ids = _eos_token_ids(model.generation_config, text_config)
         probe = probe_layers(model, self.max_position_embeddings)
+        if self._packed:
+            fuse_modules(model, self.max_position_embeddings, format)
+            pack_modules(model, format)
+            probe = probe_layers(model, self.max_position_embeddings)
         self.kv_layers = tuple(probe.layers)
         self._layer_of = probe.layer_of
         # Tied tensors count once.
