@@ -33,12 +33,14 @@ _TOLERANCES = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}  # relative to the 
 _PLAIN, _OPS = LayerOps(), KernelOps()
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Matrix = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _Trial(Attention):
     """Attention that returns random numbers, and keeps what each module called it with."""
 
     def __init__(self) -> None:
+        self.rows = None
         self.seen: dict[nn.Module, tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall]] = {}
 
     def attend(
@@ -90,13 +92,13 @@ class _Attention:
         attention_mask: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        return self.rows(hidden_states[0], position_embeddings, attention_mask)[None], None
+        return self.output.rows(self.attend(hidden_states[0], position_embeddings, attention_mask))[None], None
 
-    def rows(self, x: torch.Tensor, angles: Any, mask: torch.Tensor | None) -> torch.Tensor:
+    def attend(self, x: torch.Tensor, angles: Any, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return what `output` multiplies."""
         call = self.call if mask is None else replace(self.call, mask=mask)
         qkv, angles = self.qkv.rows(x), angles if self.rotates else None
-        attended = current.get().rotate_and_attend(self.module, qkv, self.heads, self.norm, angles, call)
-        return self.output.rows(attended.flatten(1))
+        return current.get().rotate_and_attend(self.module, qkv, self.heads, self.norm, angles, call).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class _Layer:
     attention_post_norm: NormWeights | None
     mlp_norm: NormWeights
     mlp_post_norm: NormWeights | None
+    is_last: bool = False
 
     def forward(
         self,
@@ -118,22 +121,41 @@ class _Layer:
         **_: Any,
     ) -> torch.Tensor:
         residual = hidden_states[0]
-        branch = self.attention.rows(_OPS.norm(residual, self.attention_norm), position_embeddings, attention_mask)
+        hidden = _OPS.norm(residual, self.attention_norm)
+        attended = self.attention.attend(hidden, position_embeddings, attention_mask)
+        if self.is_last and (rows := current.get().rows) is not None:
+            attended, residual = attended[rows], residual[rows]
+        branch = self.attention.output.rows(attended)
         hidden, residual = _OPS.add_norm(_OPS.norm(branch, self.attention_post_norm), residual, self.mlp_norm)
-        return (_OPS.norm(self.mlp.rows(hidden), self.mlp_post_norm).add_(residual))[None]
+        return _OPS.norm(self.mlp.rows(hidden), self.mlp_post_norm).add_(residual)[None]
 
 
 _Fused = _Norm | _GatedMLP | _Attention | _Layer
 
 
-def fuse_modules(model: Any, max_positions: int, format: OnlineFormat | None = None) -> None:
+@dataclass(frozen=True, slots=True)
+class FusedLayers:
+    """What is known of a model's layers after `fuse_modules`.
+
+    Attributes:
+        all: whether the kernels compute all layers.
+        keep_rows: whether the last layer may return only the rows that become logits (`Attention.rows`).
+    """
+
+    all: bool = False
+    keep_rows: bool = False
+
+
+def fuse_modules(model: Any, max_positions: int, format: OnlineFormat | None = None) -> FusedLayers:
     """Replace `forward` of the modules that are recognised, and pack their matrices.
 
     Args:
         max_positions: the longest sequence.
         format: see `pack_modules`.
     """
-    trial, calls, fused = _Trial(), {}, dict[nn.Module, _Fused]()
+    trial = _Trial()
+    calls: dict[nn.Module, _Call] = {}
+    fused: dict[nn.Module, _Fused] = {}
     hooks = [
         module.register_forward_pre_hook(lambda module, *call: calls.__setitem__(module, call), with_kwargs=True)
         for module in model.modules()
@@ -150,10 +172,27 @@ def fuse_modules(model: Any, max_positions: int, format: OnlineFormat | None = N
                 if found is not None:
                     fused[module] = found
                     module.forward = found.forward
+            layers = [(module, layer) for module in calls if isinstance(layer := fused.get(module), _Layer)]
+            if not layers:
+                return FusedLayers()
+            module, layer = layers[-1]
+            module.forward = replace(layer, is_last=True).forward
+            return FusedLayers(len(layers) == len(trial.seen), _may_keep_rows(model, trial, positions))
     finally:
         for hook in hooks:
             hook.remove()
         current.reset(token)
+
+
+def _may_keep_rows(model: Any, trial: _Trial, positions: torch.Tensor) -> bool:
+    """Whether logits stay the same if the last layer returns only their rows: whether nothing else reads the others."""
+    token_ids, rows = torch.arange(len(positions)), torch.tensor([2, 0])
+    whole = run_through(model, trial, token_ids, positions, rows)
+    trial.rows = rows
+    try:
+        return _agree(run_through(model, trial, token_ids, positions, torch.arange(len(rows))), whole)
+    except (RuntimeError, IndexError, ValueError):  # of code that needs all of them
+        return False
 
 
 def _recognise(
@@ -161,7 +200,12 @@ def _recognise(
 ) -> _Fused | None:
     args, kwargs = call
     x = args[0] if args else kwargs.get("hidden_states")
-    if len(args) > 1 or not isinstance(x, torch.Tensor) or x.dtype not in _TOLERANCES or x[..., 0].numel() < len(_SCALES):
+    if (
+        len(args) > 1
+        or not isinstance(x, torch.Tensor)
+        or x.dtype not in _TOLERANCES
+        or x[..., 0].numel() < len(_SCALES)
+    ):
         return None
     x, others = _random(x), {name: value for name, value in kwargs.items() if name != "hidden_states"}
     parts = dict(module.named_children())
@@ -206,29 +250,37 @@ def _as_gated_mlp(
         inner = {name: ACTIVATIONS[name](sums[0]) * sums[1] for name in get_args(Activation)}
         name = min(inner, key=lambda name: _error(inner[name], inputs.get(down)))  # GELUs differ by less than rounding
         if _agree(inner[name], inputs.get(down)) and _agree(down(inner[name]), theirs):
-            weight, bias = (_interleaved(*both) for both in zip(gate, up, strict=True))
-            packed = PackedProduct(weight, bias, format)
+            biases = _biases([gate, up])
+            bias = _interleaved(*biases) if biases else None
+            packed = PackedProduct(_interleaved(gate[0], up[0]), bias, format)
             return _GatedMLP(*_replace(module, matrices, packed, down, format), name)
     return None
 
 
-def _gates(matrices: list[nn.Linear]) -> Iterator[tuple[Any, Any, nn.Linear]]:
-    """Yield (weight, bias) of what may be a gate and what it gates, and the matrix that may follow."""
+def _gates(matrices: list[nn.Linear]) -> Iterator[tuple[_Matrix, _Matrix, nn.Linear]]:
+    """Yield what may be a gate and what it gates, and the matrix that may follow."""
     for *before, down in permutations(matrices):
-        weights, biases = [matrix.weight for matrix in before], [matrix.bias for matrix in before]
+        parts: list[_Matrix] = [(matrix.weight, matrix.bias) for matrix in before]
         if len(before) == 1:
-            weights, biases = weights[0].chunk(2), (None, None) if biases[0] is None else biases[0].chunk(2)
-        if {len(weight) for weight in weights} == {down.in_features} and down.in_features % TILE == 0:
-            yield *zip(weights, biases, strict=True), down
+            weight, bias = parts[0]
+            halves = (None, None) if bias is None else bias.chunk(2)
+            parts = list(zip(weight.chunk(2), halves, strict=True))
+        if {len(weight) for weight, _ in parts} == {down.in_features} and down.in_features % TILE == 0:
+            yield parts[0], parts[1], down
             if len(before) == 1:
-                yield *reversed([*zip(weights, biases, strict=True)]), down
+                yield parts[1], parts[0], down
 
 
-def _interleaved(gate: torch.Tensor | None, up: torch.Tensor | None) -> torch.Tensor | None:
+def _biases(parts: list[_Matrix]) -> list[torch.Tensor]:
+    """Return the biases of matrices that become one, zeros where some have none; nothing if none has any."""
+    if all(bias is None for _, bias in parts):
+        return []
+    return [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
+
+
+def _interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """| 16 gates | 16 ups | 16 gates | …, see `PackedWeight.linear`."""
-    if gate is None or up is None:
-        return None
-    return torch.stack([each.unflatten(0, (-1, TILE)) for each in (gate, up)], dim=1).flatten(0, 2)
+    return torch.stack([each.view(-1, TILE, *each.shape[1:]) for each in (gate, up)], dim=1).flatten(0, 2)
 
 
 def _as_attention(
@@ -262,8 +314,9 @@ def _as_attention(
         for turned in (angles, None):
             ours = _PLAIN.rotate_heads(qkv, heads, norm, rotation_by(turned, len(qkv)))
             if all(map(_agree, ours, theirs)):
-                weight, biases = torch.cat([each.weight for each in projections]), [each.bias for each in projections]
-                bias = None if None in biases else torch.cat(biases)
+                parts: list[_Matrix] = [(each.weight, each.bias) for each in projections]
+                biases = _biases(parts)
+                weight, bias = torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None
                 packed = _replace(module, matrices, PackedProduct(weight, bias, format), output, format)
                 return _Attention(module, *packed, heads, norm, turned is not None, replace(call, mask=None))
     return None
@@ -295,7 +348,7 @@ def _replace(
     for name, child in list(module.named_children()):
         if child in matrices:
             delattr(module, name)
-            child.weight = None  # frees it
+            child.weight = None  # type: ignore[assignment]  # frees it
     module.packed_in, module.packed_out = packed
     return packed
 

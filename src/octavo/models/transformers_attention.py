@@ -46,7 +46,13 @@ class AttentionCall:
 
 
 class Attention(ABC):
-    """The implementation behind a layer's attention call: a step over blocks, the probe, or a trial of modules."""
+    """The implementation behind a layer's attention call: a step over blocks, the probe, or a trial of modules.
+
+    Attributes:
+        rows: int64, the only tokens that a last layer in `fused_modules.py` returns; None: all.
+    """
+
+    rows: torch.Tensor | None
 
     @abstractmethod
     def attend(
@@ -76,7 +82,7 @@ class Attention(ABC):
 
 
 def rotation_by(angles: tuple[torch.Tensor, torch.Tensor] | None, num_tokens: int) -> Rotation:
-    """Return the rotation by the cosines and sines [1, num_tokens, rotary_dim] of a step, each half of them the same."""
+    """Return the rotation by the cosines and sines of a step, [1, num_tokens, rotary_dim] with two equal halves."""
     if angles is None:
         return Rotation.none(torch.zeros(num_tokens, dtype=torch.int64))
     half = angles[0].shape[-1] // 2
@@ -92,6 +98,7 @@ class PagedStep(Attention):
     batch: AttentionBatch
     kv: Sequence[LayerKV]
     attention: AttentionBackend
+    rows: torch.Tensor | None = None
     _rotations: dict[int, tuple[Any, Rotation]] = field(default_factory=dict)  # by the id of angles, which it keeps
 
     def attend(
@@ -128,6 +135,7 @@ class LayerProbe(Attention):
     max_positions: int
     layers: list[LayerKVSpec] = field(default_factory=list)
     layer_of: dict[int, int] = field(default_factory=dict)
+    rows: torch.Tensor | None = None
 
     def attend(
         self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall

@@ -16,7 +16,7 @@ from octavo.attention.base import AttentionBackend, AttentionBatch
 from octavo.checkpoint.hf_config import merged, read_json
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.models.base import CausalLM, LaterRows
-from octavo.models.fused_modules import fuse_modules
+from octavo.models.fused_modules import FusedLayers, fuse_modules
 from octavo.models.packed_modules import OnlineFormat, can_pack, pack_modules
 from octavo.models.transformers_attention import ATTENTION, PagedStep, probe_layers, register_attention, run_through
 from octavo.storage.layer_kv import LayerKV
@@ -60,6 +60,7 @@ class TransformersModel(CausalLM):
         self.dtype = model.dtype
         self.device = model.device
         self._packed = packed and can_pack(model)
+        self._fused = FusedLayers()
         text_config = model.config.get_text_config(decoder=True)
         self.architecture = type(model).__name__
         self.vocab_size = text_config.vocab_size
@@ -68,7 +69,7 @@ class TransformersModel(CausalLM):
         self.eos_token_ids = _eos_token_ids(model.generation_config, text_config)
         probe = probe_layers(model, self.max_position_embeddings)
         if self._packed:
-            fuse_modules(model, self.max_position_embeddings, format)
+            self._fused = fuse_modules(model, self.max_position_embeddings, format)
             pack_modules(model, format)
             probe = probe_layers(model, self.max_position_embeddings)
         self.kv_layers = tuple(probe.layers)
@@ -171,19 +172,22 @@ class TransformersModel(CausalLM):
         """See `CausalLM.forward_in_part`."""
         kept: list[Any] = []
         threads = torch.get_num_threads()
-        if self._packed and len(token_ids) <= _FEW_ROWS:
+        if self._packed and (self._fused.all or len(token_ids) <= _FEW_ROWS):
             torch.set_num_threads(1)
         hook = self._decoder.register_forward_hook(lambda module, inputs, output: kept.append(output))
         try:
-            step = PagedStep(self._layer_of, batch, kv, attention)
-            logits = run_through(self._model, step, token_ids, batch.positions, logits_indices[:num_now]).float()
+            rows = logits_indices if self._fused.keep_rows else None
+            step = PagedStep(self._layer_of, batch, kv, attention, rows)
+            now = logits_indices[:num_now] if rows is None else torch.arange(num_now)
+            logits = run_through(self._model, step, token_ids, batch.positions, now).float()
         finally:
             hook.remove()
             torch.set_num_threads(threads)
         hidden, output_type = kept[0].last_hidden_state[0], type(kept[0])
+        places = logits_indices if rows is None else torch.arange(len(rows))
         return logits, LaterRows(
-            logits=lambda first, last: self._head(hidden[logits_indices[first:last]], output_type),
-            hidden=lambda first, last: hidden[logits_indices[first:last]].float(),
+            logits=lambda first, last: self._head(hidden[places[first:last]], output_type),
+            hidden=lambda first, last: hidden[places[first:last]].float(),
         )
 
     def _head(self, hidden: torch.Tensor, output_type: Any) -> torch.Tensor:
