@@ -203,7 +203,7 @@ def test_what_the_decoder_cannot_compute_is_refused_by_name(keys: dict[str, Any]
 
 def test_a_gguf_of_an_unsupported_architecture_is_refused_by_name(tmp_path: Path) -> None:
     tiny.write_gguf(tmp_path / "x.gguf", tiny.make_model("Llama"), architecture="refact")
-    with pytest.raises(UnsupportedModelError, match=r"'refact' is not supported \(arcee, .*llama, .*\)"):
+    with pytest.raises(UnsupportedModelError, match=r"'refact' is not supported \(apertus, .*llama, .*\)"):
         gguf_model_config(GGUFFile(tmp_path / "x.gguf"))
 
 

@@ -124,6 +124,24 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         },
         {"granite.attention.scale": 0.3, "granite.logit_scale": 4.0, "granite.rope.scaling.finetuned": False},
     ),
+    "MiniCPM3": (
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 48,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "initializer_range": 0.1,
+        },
+        {
+            "minicpm3.attention.key_length": 32,
+            "minicpm3.attention.value_length": 32,
+            "minicpm3.attention.kv_lora_rank": 32,
+            "minicpm3.attention.q_lora_rank": 48,
+            "minicpm3.rope.dimension_count": 16,
+        },
+    ),
     "SmolLM3": ({"num_hidden_layers": 5}, {}),
     "Ernie4_5": ({"head_dim": 32}, {}),
     "HunYuanDenseV1": (
@@ -138,7 +156,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "Exaone4": ({"sliding_window": 7, "num_hidden_layers": 5}, {"exaone4.attention.sliding_window": 7}),
     "Arcee": ({}, {}),
     "Jais2": ({}, {}),
-    "Apertus": ({}, None),
+    "Apertus": ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, {}),
     "Nemotron": ({}, {"nemotron.rope.dimension_count": 8}),
     "StableLm": (
         {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
@@ -295,6 +313,17 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "InternLM2": ("Llama", {}, {}),
     "InternLM3": ("Llama", {"head_dim": 32}, {}),
+    "MiniCPM": (
+        "Granite",
+        {
+            "attention_multiplier": 0.25,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 1.4 / 2**0.5,
+            "logits_scaling": 64 / 256,
+            "tie_word_embeddings": True,
+        },
+        {"minicpm.embedding_scale": 12.0, "minicpm.residual_scale": 1.4 / 2**0.5, "minicpm.logit_scale": 64 / 256},
+    ),
     "Exaone": ("Llama", {}, {}),
     "Xverse": ("Llama", {}, {}),
     "PanguEmbedded": ("Llama", {"attention_bias": True}, {}),
@@ -382,6 +411,8 @@ KNOWN_AS = {
     "BailingMoe": "Ling and Ring 1 (mixtures of experts)",
     "BailingMoeV2": "Ling and Ring 2 (mixtures of experts)",
     "Jais2": "Jais 2",
+    "MiniCPM": "MiniCPM 1, 2 and 4",
+    "MiniCPM3": "MiniCPM 3",
     "FlexOlmo": "FlexOLMo",
     "Mistral4": "Mistral 4",
     "Glm4": "GLM 4",

@@ -52,7 +52,7 @@ CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}  # of the families whose name an
 # Which architectures' rows of q and k llama.cpp's converter reorders for interleaved rotation.
 REORDERED = (
     *("llama", "mistral3", "granitehybrid", "granite", "granitemoe", "smollm3", "arcee"),
-    *("internlm2", "xverse", "olmo"),
+    *("internlm2", "xverse", "olmo", "minicpm"),
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -233,16 +233,23 @@ def write_gguf(
         add[type(value)](key, value)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == stated)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    learnt: dict[str, list[float]] = {}  # by activations
     state = _unfused(model.state_dict(), transposed=family == "GptOss")
     for name, tensor in (_with_fused_qkv(state) if stated in ("chatglm", "bailingmoe2") else state).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, kind = name.rsplit(".", 1)
+        if ".act_fn." in name:
+            learnt.setdefault(f"xielu.{kind}", []).append(tensor.item())
+            continue
         if (gguf_name := names.get_name(stem)) is None:
             continue  # the architecture has no such tensor
         gguf_name = f"{gguf_name}.{kind}"
         values = tensor.numpy()
-        if "kv_b_proj" in name and family != "DeepseekV2":  # as llama.cpp writes it since it caches latents
+        if "kv_b_proj" in name and family not in (
+            "DeepseekV2",
+            "MiniCPM3",
+        ):  # as llama.cpp writes it since it caches latents
             both = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
             of_keys, values = both[:, : config.qk_nope_head_dim], both[:, config.qk_nope_head_dim :]
             _add_tensor(writer, gguf_name.replace("kv_b", "k_b"), of_keys.swapaxes(1, 2), quantization)
@@ -260,6 +267,8 @@ def write_gguf(
             values = values + 1
         if gguf_name not in leave_out:
             _add_tensor(writer, gguf_name, values, quantization if values.ndim > 1 else "F32")
+    for key, of_layers in learnt.items():
+        writer.add_array(key, of_layers)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -40,6 +40,15 @@ _GRANITE_SCALARS = {
     "residual_scale": Scalar("residual_multiplier", "residual_scale"),
     "logits_scale": Scalar("logits_scaling", "logit_scale", power=-1.0),
 }
+_MINICPM_SCALARS = {
+    "embedding_scale": Scalar("scale_emb", "embedding_scale", default=12.0, gguf_default=True),
+    "residual_scale": Scalar(
+        "scale_depth", "residual_scale", default=1.4, times=("num_hidden_layers", -0.5), gguf_default=True
+    ),
+    "logits_scale": Scalar(
+        "dim_model_base", "logit_scale", default=256.0, times=("hidden_size", -1.0), gguf_power=-1.0, gguf_default=True
+    ),
+}
 _GEMMA_NAMES = TensorNames({"mlp_norm": "pre_feedforward_layernorm"})
 _GEMMA_DEFAULTS = config_defaults(ids=(2, 1), head_dim=256, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
 _LATENT_NAMES = TensorNames(_DEEPSEEK_NAMES, fused={"kv_b"})
@@ -251,6 +260,32 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
         model_type="internlm3",
         defaults=config_defaults(ids=(1, 2), eps=1e-5, kv_heads=2, head_dim=128),
     ),
+    "MiniCPMForCausalLM": NativeArchitecture(
+        "minicpm",
+        "minicpm",
+        bias_option="all",
+        rotary_interleaved="gguf",
+        scalars=_MINICPM_SCALARS,
+        defaults=config_defaults(ids=(1, 2), eps=1e-5, tie_word_embeddings=True),
+    ),
+    "MiniCPM3ForCausalLM": NativeArchitecture(
+        "minicpm3",
+        "minicpm3",
+        names=_LATENT_NAMES,
+        bias_option="all",
+        latent=True,
+        scalars=_MINICPM_SCALARS,
+        defaults=config_defaults(
+            ids=(1, 2),
+            eps=1e-5,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+            v_head_dim=64,
+            q_lora_rank=768,
+            kv_lora_rank=256,
+            tie_word_embeddings=True,
+        ),
+    ),
     "ExaoneForCausalLM": NativeArchitecture(
         "exaone",
         "exaone",
@@ -370,7 +405,7 @@ NATIVE_ARCHITECTURES: Mapping[str, NativeArchitecture] = {
     ),
     "ApertusForCausalLM": NativeArchitecture(
         "apertus",
-        None,
+        "apertus",
         layer=LayerDescription(qk_norm="head", gated=False),
         names=TensorNames({"attention_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}),
         bias_option="all",

@@ -213,8 +213,12 @@ def _scalars(
     meta: _Keys, native: NativeArchitecture, num_layers: int, num_heads: int, hidden_size: int
 ) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that metadata sets by numbers of the family's own."""
-    stated = {name: meta.get(scalar.gguf_key, None) for name, scalar in native.scalars.items() if scalar.gguf_key}
-    found = {name: float(n) ** native.scalars[name].power for name, n in stated.items() if n}
+    found: dict[str, Any] = {}
+    for name, scalar in native.scalars.items():
+        if scalar.gguf_key and (stated := meta.get(scalar.gguf_key, None)):
+            found[name] = float(stated) ** (scalar.gguf_power or scalar.power)
+        elif scalar.gguf_default and scalar.default is not None:
+            found[name] = scalar.of(scalar.default, hidden_size, num_layers)
     if native.scales_embedding:
         found["embedding_scale"] = hidden_size**0.5
     if num_layers == native.head_dim_scaled_layers:
@@ -274,7 +278,7 @@ def _rope(file: GGUFFile, meta: _Keys, native: NativeArchitecture, head_dim: int
         )
     factors, name, others = None, "rope_freqs.weight", dict[str, Any]()
     if scaling == "longrope":
-        long = max_len > meta.uniform("rope.scaling.original_context_length")
+        long = max_len > meta.uniform("rope.scaling.original_context_length", meta.uniform("context_length"))
         name = f"rope_factors_{'long' if long else 'short'}.weight"
         others = {"attention_factor": float(meta.get("rope.scaling.attn_factor", 1.0))}
     if name in file.tensors:

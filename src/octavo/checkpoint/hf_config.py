@@ -89,9 +89,9 @@ def _model_config(raw: dict[str, Any], path: Path, max_len: int | None) -> Model
     mlp_width = fields.size(native.mlp_width if native else "intermediate_size", width)
     head_dim, value_dim = _head_dims(fields, hidden_size, num_heads)
     latent = _latent(fields) if native and native.latent and reason is None else None
-    scalars = _scalars(fields, native, hidden_size) if native else {}
     rotary_dim = latent.rotary_dim if latent else head_dim
     num_layers = fields.size("num_hidden_layers")
+    scalars = _scalars(fields, native, hidden_size, num_layers) if native else {}
     if num_layers > _MOST_LAYERS:
         raise CorruptModelError(f"{path}: num_hidden_layers must be at most {_MOST_LAYERS}, got {num_layers}")
     windows = layer_windows(fields, native, num_layers)
@@ -228,8 +228,8 @@ def _why_not_native(
         return "clipped queries, keys and values"
     if native.layer.qk_norm == "none" and (fields.get("use_qk_norm") or fields.get("qk_layernorm")):
         return "norms of queries and keys"
-    if native.experts is None and fields.get("num_local_experts"):
-        return "experts next to a shared MLP"
+    if native.experts is None and (fields.get("num_experts") or 0) > 1:
+        return "a mixture of experts"
     kinds = set(fields.get("layer_types") or ()) - {"full_attention", "sliding_attention", "attention"}
     if kinds and (native.windowed not in ("always", "never") or native.unrotated == "unstated"):
         return f"layers of type {', '.join(sorted(map(repr, kinds)))}"
@@ -325,10 +325,10 @@ def _activation(fields: ConfigFields, native: NativeArchitecture | None) -> str:
     return {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}.get(activation, activation)
 
 
-def _scalars(fields: ConfigFields, native: NativeArchitecture, hidden_size: int) -> dict[str, Any]:
+def _scalars(fields: ConfigFields, native: NativeArchitecture, hidden_size: int, num_layers: int) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that the configuration sets by numbers of the family's own."""
     stated = {name: fields.get(scalar.hf_key, scalar.default) for name, scalar in native.scalars.items()}
-    found = {name: float(n) ** native.scalars[name].power for name, n in stated.items() if n is not None}
+    found = {name: native.scalars[name].of(n, hidden_size, num_layers) for name, n in stated.items() if n is not None}
     return {"embedding_scale": hidden_size**0.5, **found} if native.scales_embedding else found
 
 

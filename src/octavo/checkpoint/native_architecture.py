@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -11,13 +12,32 @@ from octavo.checkpoint.tensor_names import TensorNames
 
 
 class Scalar(NamedTuple):
-    """A number of a family's own: its keys in `config.json` and in GGUF's metadata, the power to which it is raised,
-    and the number where `config.json` has no such key."""
+    """A number of a family's own.
+
+    Attributes:
+        hf_key, gguf_key: its keys in `config.json` and in GGUF's metadata.
+        power: to which the stated number is raised.
+        default: the number where `config.json` has no such key.
+        times: a size by whose power what `config.json` states is multiplied, and that power.
+        gguf_power: the power to which GGUF's number is raised, if it is another.
+        gguf_default: whether `default` is also the number where GGUF's metadata has no such key.
+    """
 
     hf_key: str
     gguf_key: str = ""
     power: float = 1.0
     default: float | None = None
+    times: tuple[Literal["hidden_size", "num_hidden_layers"], float] | None = None
+    gguf_power: float | None = None
+    gguf_default: bool = False
+
+    def of(self, stated: float, hidden_size: int, num_layers: int) -> float:
+        """Return the factor that a configuration of these sizes states."""
+        value = math.pow(stated, self.power)
+        if self.times is None:
+            return value
+        size, power = self.times
+        return value * math.pow({"hidden_size": hidden_size, "num_hidden_layers": num_layers}[size], power)
 
 
 class Experts(NamedTuple):

@@ -23,6 +23,7 @@ class GGUFWeights:
         self._file = file
         self._config = config
         self._gguf_names: dict[str, str] = {}
+        self._learnt = _learnt_by_activations(file, config)
         self._experts: dict[str, int] = {}  # of the names of matrices in a tensor that holds those of all experts
         for gguf_name, tensor in file.tensors.items():
             if name := config.names.from_gguf(gguf_name):
@@ -35,15 +36,17 @@ class GGUFWeights:
                     self._gguf_names[name] = gguf_name
 
     def names(self) -> list[str]:
-        return list(self._gguf_names)
+        return [*self._gguf_names, *self._learnt]
 
     def has(self, name: str) -> bool:
-        return name in self._gguf_names
+        return name in self._gguf_names or name in self._learnt
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensor(name).shape
+        return tuple(self._learnt[name].shape) if name in self._learnt else self._tensor(name).shape
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        if name in self._learnt:
+            return self._learnt[name].to(dtype)
         tensor, offset = self._tensor(name), self._config.layer.norm_offset
         if offset and name.endswith("norm.weight"):  # llama.cpp's converter has added it
             return _dequantize(self._rows(name), tensor, torch.float32).sub_(offset).to(dtype)
@@ -78,6 +81,20 @@ class GGUFWeights:
         except KeyError:
             raise CorruptModelError(f"{self._file.path} has no tensor {name}") from None
         return replace(tensor, shape=tensor.shape[1:]) if name in self._experts else tensor
+
+
+def _learnt_by_activations(file: GGUFFile, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the parameters of each layer's xIELU, which metadata has, by Hugging Face's names."""
+    if config.hidden_act != "xielu":
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for part, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ())):
+        stated = torch.tensor(file.get(f"xielu.{part}"), dtype=torch.float32)
+        if stated.shape != (config.num_layers,):
+            raise CorruptModelError(f"{file.path}: xielu.{part} must be {config.num_layers} numbers, one a layer")
+        for layer, value in enumerate(stated):
+            found[f"{config.names.hf('activation', layer)}.{part}"] = value.view(shape)
+    return found
 
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
