@@ -126,8 +126,8 @@ class Option:
 
     @cached_property
     def choices(self) -> tuple[str, ...]:
-        """The words that may be given."""
-        return tuple(word for each in self.types for word in each.choices)
+        """The words that may be given, or be elements of the list."""
+        return tuple(word for kind in self.types for each in (kind, *kind.inside) for word in each.choices)
 
     @property
     def is_switch(self) -> bool:
@@ -137,6 +137,11 @@ class Option:
     def is_list(self) -> bool:
         """Whether the value is a list of texts or numbers, of which one may be given alone."""
         return any(each.name == "array" and each.inside[0].record is None for each in self.types)
+
+    @cached_property
+    def has_texts(self) -> bool:
+        """Whether the elements of the list are texts, each given by a flag of its own."""
+        return all(each.name == "string" for kind in self.types for each in kind.inside)
 
     @cached_property
     def record(self) -> type[Any] | None:
@@ -151,7 +156,7 @@ class Option:
     @property
     def is_choice(self) -> bool:
         """Whether nothing but its choices may be given."""
-        return bool(self.choices) and len(self.types) == 1
+        return bool(self.types) and all(each.choices for each in self.types)
 
     @property
     def expected(self) -> str:
@@ -188,9 +193,12 @@ class Option:
                 raise ConfigError(
                     f"{where} is set but has no {'key' if self.name == 'api_key' else 'value'}: set one, or unset it"
                 )
-            return texts
+            return texts if self.has_texts else tuple(self._parse_one(each, where) for each in texts)
         if self.is_table:
             return _parse_table(text, self.record, where)  # type: ignore[arg-type]
+        return self._parse_one(text, where)
+
+    def _parse_one(self, text: str, where: str) -> Any:
         is_text = "string" in self.type_names and not self.choices
         if text in self.choices or self._is_text_of_unit(text) or is_text:
             return text
@@ -231,6 +239,9 @@ class Option:
             value = read(value)
         if self._is_number and not isinstance(value, str):
             value = self._in_range(value, where)
+        elif self.is_list and (numbers := [each for each in value if not isinstance(each, str)]):
+            self._in_range(min(numbers), where)
+            self._in_range(max(numbers), where)
         if self.check is not None:
             for each in value if self.is_list else (value,):
                 self.check(each, where)

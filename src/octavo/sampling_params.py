@@ -20,11 +20,6 @@ GREEDY_EPSILON = 1e-5
 _LARGEST_BIAS = 100
 
 
-def _check_token_id(token_id: int, name: str) -> None:
-    if token_id < 0:
-        raise FieldError(name, f"must contain token ids of at least 0, got {shown(token_id)}")
-
-
 def _biases(given: Mapping[Any, float]) -> dict[int, float]:
     """Return biases by token id; JSON's keys are texts."""
     try:
@@ -126,7 +121,7 @@ class SamplingParams(Options):
         text_limit="max_stop_string_length",
     )
     stop_token_ids: Collection[int] = option(
-        (), "token ids that end the output, such as 1,2,3", limit="max_stop_token_ids", check=_check_token_id
+        (), "token ids that end the output, such as 1,2,3", limit="max_stop_token_ids", least=0, metavar="IDS"
     )
     ignore_eos: bool = option(False, "continue past the model's end-of-sequence token")
     max_tokens: int | None = option(16, "maximum number of output tokens", least=1)
@@ -148,7 +143,8 @@ class SamplingParams(Options):
         None,
         "the only token ids that may be sampled, such as 1,2,3",
         limit="max_allowed_token_ids",
-        check=_check_token_id,
+        least=0,
+        metavar="IDS",
     )
     bad_words: Sequence[str] = option(
         (),

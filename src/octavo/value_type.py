@@ -79,7 +79,7 @@ def types_of(hint: Any) -> tuple[ValueType, ...]:
         members = types_of(args[1]) if args else ()
         return (ValueType("object", "an object", members, has_token_keys=args[:1] == (int,)),)
     inside = types_of(args[0]) if args else ()
-    words = " or ".join(_plural(each.words) for each in inside)
+    words = " or ".join(each.words if each.choices else _plural(each.words) for each in inside)
     is_unordered = not issubclass(origin, Sequence)
     return (ValueType("array", f"a list of {words}" if inside else "a list", inside, is_unordered=is_unordered),)
 

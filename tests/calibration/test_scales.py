@@ -91,7 +91,7 @@ def test_what_calibrate_writes_is_found_beside_the_model_and_reaches_the_cache(
         (["--search", "--kv-cache-dtype", "int8"], "instead of --kv-cache-dtype"),
         (["--search", "--bits", "3"], "3 bits a number are fewer than the 4 of int4"),
         (["--search", "--candidates", "int8,fp8_e4m3"], "not 'fp8_e4m3'"),
-        (["--search", "--exchanges", "-1"], "exchanges must be 0 or more"),
+        (["--search", "--exchanges", "-1"], "exchanges must be at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_calibrated_says_why(

@@ -491,4 +491,4 @@ def test_plans_cannot_be_recorded_twice_at_once(octavo_command: OctavoCommand) -
     assert "--keep-plans" in err
     code, _, err = octavo_command("calibrate-speed", "--seconds", "0")
     assert code == 1
-    assert "--seconds must be above 0" in err
+    assert "seconds must be above 0" in err

@@ -68,4 +68,4 @@ def test_the_command_compares_blocks_with_contiguous_memory(octavo_command: Octa
 def test_heads_that_cannot_be_shared_out_are_refused(octavo_command: OctavoCommand, heads: str) -> None:
     code, _, err = octavo_command("bench", "attention", "--heads", heads)
     assert code == 1
-    assert "--heads must be Q,KV,DIM" in err
+    assert "heads must be Q,KV,DIM" in err

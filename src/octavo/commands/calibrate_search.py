@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from octavo.attention import make_backend
 from octavo.calibration.scales import calibrate
 from octavo.calibration.search import Found, Probe, check_candidates, search
 from octavo.calibration.text import Text
+from octavo.commands.calibrate import CalibrationOptions
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS, write_table
 from octavo.runner.runner import ModelRunner
@@ -57,12 +57,12 @@ def loaded(options: dict[str, Any], length: int) -> Iterator[tuple[LLM, ModelRun
         yield llm, runner_of(llm)
 
 
-def run_search(args: argparse.Namespace, options: dict[str, Any], text: Text) -> int:
+def run_search(asked: CalibrationOptions, options: dict[str, Any], text: Text, *, as_json: bool) -> int:
     """Search, write the table and print the comparison."""
     if "kv_cache_dtype" in options:
         raise ConfigError("--search chooses a codec for each layer: give --candidates instead of --kv-cache-dtype")
-    compared = _compare(args, options, text)
-    path = Path(args.output or "kv_cache_table.toml")
+    compared = _compare(asked, options, text)
+    path = Path(asked.output or "kv_cache_table.toml")
     formats = compared.found.formats
     write_table(
         path,
@@ -71,7 +71,7 @@ def run_search(args: argparse.Namespace, options: dict[str, Any], text: Text) ->
         compared.model,
         _measured(compared, text.name),
     )
-    if not args.json:
+    if not as_json:
         print(_as_text(compared, path))
         return 0
     sizes = {name: size for name, (size, _, _) in compared.codecs.items()}
@@ -85,18 +85,18 @@ def run_search(args: argparse.Namespace, options: dict[str, Any], text: Text) ->
     return 0
 
 
-def _compare(args: argparse.Namespace, options: dict[str, Any], text: Text) -> Comparison:
+def _compare(asked: CalibrationOptions, options: dict[str, Any], text: Text) -> Comparison:
     """Search for a table on the first half of the text, and measure codecs on it and on windows of the second half."""
-    candidates = args.candidates.split(",")
+    candidates = asked.candidates.split(",")
     check_candidates(candidates)
-    with loaded(options, length := args.window or 256) as (llm, runner):
+    with loaded(options, length := asked.window or 256) as (llm, runner):
         tokens = llm.tokenizer.encode(text.content)
-        half, count = len(tokens) // 2, args.windows or 2
+        half, count = len(tokens) // 2, asked.windows or 2
         pieces = windows_of(tokens[:half], (1 + _DECIDE) * count, length, f"the first half of {text.name}")
         others = [piece for index, piece in enumerate(pieces) if index % (1 + _DECIDE)] or pieces
         seen, decide = _probe(runner, pieces[:: 1 + _DECIDE]), _probe(runner, others)
         found = search(
-            seen, runner.model.kv_layers, candidates, args.bits, decide=decide, exchanges=args.exchanges, say=_say
+            seen, runner.model.kv_layers, candidates, asked.bits, decide=decide, exchanges=asked.exchanges, say=_say
         )
         held = _probe(runner, windows_of(tokens[half:], _HELD_OUT * count, length, f"the second half of {text.name}"))
         uniform = _uniform(candidates)
@@ -105,7 +105,7 @@ def _compare(args: argparse.Namespace, options: dict[str, Any], text: Text) -> C
             scales = None
             if KV_FORMATS[nearest].calibrated:
                 scales = calibrate(
-                    runner.model, runner.attention, nearest, seen.windows, method="mse", percentile=args.percentile
+                    runner.model, runner.attention, nearest, seen.windows, method="mse", percentile=asked.percentile
                 ).scales
             losses[nearest] = seen.loss(nearest, scales), held.loss(nearest, scales)
         losses.pop(found.dtype, None)  # the last row is the table's

@@ -86,6 +86,7 @@ def _add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> No
         help, default = option.help, option.default
         if "default" not in help and not option.is_table and default not in (MISSING, None, "", ()):
             shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+            shown = ",".join(map(str, default)) if isinstance(default, tuple) else shown
             help = f"{help} (default: {shown})"
         keywords = _keywords(option)
         if sum(map(len, keywords.get("choices", ()))) > _LONGEST_CHOICES:
@@ -106,9 +107,10 @@ def _keywords(option: Option) -> dict[str, Any]:
         return {"type": _structured_outputs, "metavar": "JSON"}
     if any(each.has_token_keys for each in option.types):
         return {"type": _token_biases, "metavar": "JSON"}
+    if option.is_list and option.has_texts:
+        return {"action": "append", **({"choices": option.choices} if option.choices else {"metavar": "TEXT"})}
     if option.is_list:
-        of_ids = any(each.is_unordered for each in option.types)
-        return {"type": _token_ids, "metavar": "IDS"} if of_ids else {"action": "append", "metavar": "TEXT"}
+        return {"type": _value_of(option), "metavar": "N,…"}
     if option.is_choice:
         return {"choices": option.choices, **({"type": _value_of(option)} if option.removed else {})}
     number = "X" if "number" in option.type_names else "N" if "integer" in option.type_names else "TEXT"
@@ -131,13 +133,6 @@ class _Merge(argparse.Action):
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be token ids such as 1,2,3, got {text!r}") from None
 
 
 def _structured_outputs(text: str) -> StructuredOutputsParams:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from octavo.commands.common_options import add_json_option, add_window_options, positives
+from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_options, given_options
 from octavo.config import EngineConfig, checked_kv_cache_dtype
 from octavo.errors import ConfigError
 from octavo.kv_budget import KVBudget
 from octavo.kvcache.formats import KV_FORMATS
+from octavo.option import Options, option
 from octavo.workloads import report
 from octavo.workloads.plots import require_plot
 
@@ -29,46 +32,49 @@ retrieval and, for codecs, KL divergence and agreement.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--codecs",
-        metavar="NAME,…",
-        help="codecs to compare, or .toml files with a codec for each layer; all: every codec",
+_quality = partial(option, group="quality options")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QualityOptions(Options):
+    """The options of `octavo quality`."""
+
+    codecs: str | None = _quality(
+        None, "codecs to compare, or .toml files with a codec for each layer; all: every codec", metavar="NAME,…"
     )
-    add_window_options(parser, 6, "512, or four times the budget")
-    parser.add_argument(
-        "--needle-lengths",
-        type=positives,
-        metavar="N,…",
-        help="lengths of the texts in which a pass key is hidden (default: 512,1024; with --kv-budget: five up to the "
+    windows: int = _quality(6, "pieces of text", least=1)
+    window: int | None = _quality(None, "tokens of each piece (default: 512, or four times the budget)", least=1)
+    needle_lengths: Sequence[int] = _quality(
+        (),
+        "lengths of the texts in which a pass key is hidden (default: 512,1024; with --kv-budget: five up to the "
         "model's context, and twice that with sinks)",
+        least=1,
     )
-    parser.add_argument(
-        "--max-ppl-increase",
-        type=float,
-        metavar="X",
-        help="exit with 1 if perplexity grows by more than this fraction, such as 0.01",
+    max_ppl_increase: float | None = _quality(
+        None, "exit with 1 if perplexity grows by more than this fraction, such as 0.01"
     )
-    parser.add_argument("--plot", metavar="FILE", help="write the table as a PNG; needs matplotlib")
+    plot: str | None = _quality(None, "write the table as a PNG; needs matplotlib", metavar="FILE")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
+    add_options(parser, QualityOptions)
     add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    engine = given_options(args, EngineConfig)
+    asked, engine = QualityOptions(**given_options(args, QualityOptions)), given_options(args, EngineConfig)
     if (budget := engine.pop("kv_budget", None)) is not None:
-        return _compare_budgets(_budgets(budget), args, engine)
-    args.window = args.window or 512
-    args.needle_lengths = args.needle_lengths or [512, 1024]
-    asked = engine.pop("kv_cache_dtype", None)
-    codecs = _codecs(args.codecs, asked)
-    if args.plot:
-        require_plot(args.plot)
+        return _compare_budgets(_budgets(budget), asked, engine, as_json=args.json)
+    window, needle_lengths = asked.window or 512, asked.needle_lengths or (512, 1024)
+    codecs = _codecs(asked.codecs, engine.pop("kv_cache_dtype", None))
+    if asked.plot:
+        require_plot(asked.plot)
 
     from octavo import LLM, __version__
     from octavo.workloads.quality import measure, plot
 
-    longest = max(args.window, *args.needle_lengths) + 160
+    longest = max(window, *needle_lengths) + 160
     defaults: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": longest, "kv_cache_memory": "512MiB"}
 
     def make(codec: str) -> LLM:
@@ -79,9 +85,9 @@ def run(args: argparse.Namespace) -> int:
                 options.pop(name, None)
         return LLM(**options)
 
-    results = measure(make, codecs, windows=args.windows, window=args.window, needle_lengths=args.needle_lengths)
-    if args.plot:
-        plot(results, args.plot)
+    results = measure(make, codecs, windows=asked.windows, window=window, needle_lengths=needle_lengths)
+    if asked.plot:
+        plot(results, asked.plot)
     rows = [asdict(result) for result in results]
     if args.json:
         print(report.as_json_line({"bench": "quality", "version": __version__, "codecs": rows}))
@@ -96,18 +102,18 @@ def run(args: argparse.Namespace) -> int:
             for row in rows
         ]
         print("\n".join(report.columns(heading, lines)))
-    limit = args.max_ppl_increase
+    limit = asked.max_ppl_increase
     return EXIT_WORSE if limit is not None and any(result.ppl_increase > limit for result in results) else 0
 
 
-def _compare_budgets(budgets: list[KVBudget], args: argparse.Namespace, engine: dict[str, Any]) -> int:
-    codecs = _codecs(args.codecs, None) if args.codecs else []
-    if args.plot:
-        require_plot(args.plot)
+def _compare_budgets(budgets: list[KVBudget], asked: QualityOptions, engine: dict[str, Any], *, as_json: bool) -> int:
+    codecs = _codecs(asked.codecs, None) if asked.codecs else []
+    if asked.plot:
+        require_plot(asked.plot)
     from octavo import LLM, __version__
     from octavo.workloads.budget_quality import measure, plot
 
-    window = args.window or 4 * max(budget.tokens for budget in budgets)
+    window = asked.window or 4 * max(budget.tokens for budget in budgets)
     defaults: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_memory": "1GiB", "max_num_batched_tokens": 512}
 
     def make(kept: KVBudget | None, codec: str | None) -> LLM:
@@ -118,10 +124,10 @@ def _compare_budgets(budgets: list[KVBudget], args: argparse.Namespace, engine: 
             limits["kv_cache_dtype"] = codec
         return LLM(**{**defaults, **engine, **limits})
 
-    results = measure(make, budgets, codecs, window=window, needle_lengths=args.needle_lengths or ())
-    if args.plot:
-        plot(results, args.plot)
-    if args.json:
+    results = measure(make, budgets, codecs, window=window, needle_lengths=asked.needle_lengths)
+    if asked.plot:
+        plot(results, asked.plot)
+    if as_json:
         rows = [asdict(result) for result in results]
         print(report.as_json_line({"bench": "quality", "version": __version__, "budgets": rows}))
     else:
@@ -137,7 +143,7 @@ def _compare_budgets(budgets: list[KVBudget], args: argparse.Namespace, engine: 
             for result in results
         ]
         print("\n".join(report.columns(heading, lines)))
-    limit, dense = args.max_ppl_increase, results[0].perplexity_after
+    limit, dense = asked.max_ppl_increase, results[0].perplexity_after
     if limit is None or dense is None:
         return 0
     worst = max(result.perplexity_after or 0.0 for result in results[1:])

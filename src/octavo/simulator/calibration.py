@@ -124,8 +124,6 @@ def calibrate(argv: Sequence[str], seconds: float, vocab_size: int, plans: str |
     Raises:
         ConfigError: a request failed, or the time was too short for a fit.
     """
-    if not seconds > 0:
-        raise ConfigError(f"--seconds must be above 0, got {seconds:g}")
     with tempfile.TemporaryDirectory() as folder:
         path, processors = plans or str(Path(folder) / "plans"), ProcessorTime()
         with running_server([*argv, f"--record-plans={path}"]) as server:

@@ -3,97 +3,80 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
-from octavo.commands.common_options import add_json_option, block_sizes, positive, positives, thread_count
+from octavo.commands.common_options import add_json_option, thread_option
+from octavo.commands.options import add_options, given_options
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
+from octavo.option import Options, option
 from octavo.planner.machine import default_num_threads
 from octavo.workloads import report
-
-if TYPE_CHECKING:
-    from octavo.workloads.attention import Kind
-
-KINDS: tuple[Kind, ...] = ("decode", "prefill")
 
 DESCRIPTION = "Time decode and prefill attention at several block sizes in turns, over shuffled blocks."
 
 
+_bench = partial(option, group="attention options")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions(Options):
+    """The options of `octavo bench attention`."""
+
+    kind: Sequence[Literal["decode", "prefill"]] = _bench(
+        ("decode", "prefill"), "what to time; may be given twice (default: both)"
+    )
+    attention_backend: Sequence[Literal["native", "reference"]] = _bench(
+        (), "implementation to time; may be given twice (default: native where it runs, and reference)"
+    )
+    contexts: Sequence[int] = _bench((512, 1024, 2048, 4096, 8192, 16384), "tokens of context", least=1)
+    block_sizes: Sequence[int | Literal["max"]] = _bench(
+        (16, 32, "max"), "tokens per block; max: one block", least=1, metavar="N|max,…"
+    )
+    heads: Sequence[int] = _bench(
+        (9, 3, 64), "query heads, KV heads and head size of a layer, as SmolLM2's", least=1, metavar="Q,KV,DIM"
+    )
+    dtype: Literal[*KV_FORMATS] = _bench(  # type: ignore[valid-type]
+        "bfloat16", "format of keys and values; with a codec, queries are bfloat16"
+    )
+    working_set_mib: int = _bench(
+        256, "size of the working set that is cycled through, in MiB; the default is read from DRAM", least=1
+    )
+    seconds: float = _bench(1.0, "seconds per measurement", least=0)
+    num_threads: int | None = thread_option("number of threads (default: all cores)", group="attention options")
+
+    def _check_together(self) -> None:
+        if len(self.heads) != 3 or self.heads[0] % self.heads[1]:
+            raise ConfigError(f"heads must be Q,KV,DIM with Q a multiple of KV, got {','.join(map(str, self.heads))}")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kind", choices=KINDS, action="append", help="what to time; may be given twice (default: both)"
-    )
-    parser.add_argument(
-        "--attention-backend",
-        choices=("native", "reference"),
-        action="append",
-        help="implementation to time; may be given twice (default: native where it runs, and reference)",
-    )
-    parser.add_argument(
-        "--contexts",
-        type=positives,
-        default="512,1024,2048,4096,8192,16384",
-        metavar="N,…",
-        help="tokens of context",
-    )
-    parser.add_argument(
-        "--block-sizes",
-        type=block_sizes,
-        default="16,32,max",
-        metavar="N|max,…",
-        help="tokens per block; max: one block",
-    )
-    parser.add_argument(
-        "--heads",
-        default="9,3,64",
-        metavar="Q,KV,DIM",
-        help="query heads, KV heads and head size of a layer (default: SmolLM2's 9,3,64)",
-    )
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=tuple(KV_FORMATS),
-        help="format of keys and values; with a codec, queries are bfloat16",
-    )
-    parser.add_argument(
-        "--working-set-mib",
-        type=positive,
-        default=256,
-        metavar="N",
-        help="size of the working set that is cycled through, in MiB (default: 256, which is read from DRAM)",
-    )
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="X", help="seconds per measurement")
-    parser.add_argument("--num-threads", type=thread_count, metavar="N", help="number of threads (default: all cores)")
     add_json_option(parser)
+    add_options(parser, AttentionOptions)
 
 
 def run(args: argparse.Namespace) -> int:
-    heads = positives(args.heads)
-    if len(heads) != 3 or heads[0] % heads[1]:
-        raise ConfigError(f"--heads must be Q,KV,DIM with Q a multiple of KV, got {args.heads}")
+    asked = AttentionOptions(**given_options(args, AttentionOptions))
+    heads, working_set = asked.heads, asked.working_set_mib << 20
 
     from octavo import __version__, kernels
     from octavo.workloads.attention import HeadCounts, cases, measure_case
     from octavo.workloads.machine_limits import read_bandwidth
     from octavo.workloads.timing import threads
 
-    backends = args.attention_backend or (["native"] if kernels.available() else []) + ["reference"]
-    count = args.num_threads or default_num_threads()
+    own = ("native", "reference") if kernels.available() else ("reference",)
+    backends: Sequence[str] = asked.attention_backend or own
+    count = asked.num_threads or default_num_threads()
     figures: list[dict[str, Any]] = []
     with threads(count):
-        read = read_bandwidth("read", args.working_set_mib << 20, count, seconds=args.seconds).value
-        for case in cases(
-            args.kind or KINDS,
-            backends,
-            args.contexts,
-            heads=HeadCounts(*heads),
-            dtype=args.dtype,
-        ):
-            figures += measure_case(
-                case, args.block_sizes, working_set=args.working_set_mib << 20, seconds=args.seconds
-            )
+        read = read_bandwidth("read", working_set, count, seconds=asked.seconds).value
+        for case in cases(asked.kind, backends, asked.contexts, heads=HeadCounts(*heads), dtype=asked.dtype):
+            figures += measure_case(case, asked.block_sizes, working_set=working_set, seconds=asked.seconds)
         # Measure it again, because a disturbance at the start would make every share of the bandwidth too large.
-        read = max(read, read_bandwidth("read", args.working_set_mib << 20, count, seconds=args.seconds).value)
+        read = max(read, read_bandwidth("read", working_set, count, seconds=asked.seconds).value)
     machine = {**report.machine(), "isa": kernels.isa() if kernels.available() else None, "threads": count}
     result: dict[str, Any] = {
         "bench": "attention",
@@ -101,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         "heads": {"query": heads[0], "kv": heads[1], "dim": heads[2]},
         "read_gb_per_s": read,
         "worst_slower_percent": {
-            backend: {str(size): _worst(figures, size, backend) for size in args.block_sizes if size != "max"}
+            backend: {str(size): _worst(figures, size, backend) for size in asked.block_sizes if size != "max"}
             for backend in backends
         },
         "machine": machine,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from octavo.commands.common_options import add_json_option, thread_count
+from octavo.commands.common_options import add_json_option, thread_option
+from octavo.commands.options import add_options, given_options
+from octavo.option import Options, option
 from octavo.workloads import report
 
 if TYPE_CHECKING:
@@ -16,16 +18,18 @@ if TYPE_CHECKING:
 DESCRIPTION = "Measure this machine's limits, and how close models come to them."
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuOptions(Options):
+    """The options of `octavo bench cpu`."""
+
+    num_threads: int | None = thread_option("number of threads to compare with one (default: all cores)")
+    seconds: float = option(0.5, "seconds per measurement", least=0)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help="models to measure, as for `octavo serve`")
-    parser.add_argument(
-        "--num-threads",
-        type=thread_count,
-        metavar="N",
-        help="number of threads to compare with one (default: all cores)",
-    )
-    parser.add_argument("--seconds", type=float, default=0.5, metavar="X", help="seconds per measurement")
     add_json_option(parser)
+    add_options(parser, CpuOptions)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,8 +37,9 @@ def run(args: argparse.Namespace) -> int:
     from octavo.workloads.machine_limits import measure_limits, thread_counts
     from octavo.workloads.scoreboard import score
 
-    counts = thread_counts(args.num_threads)
-    limits = list(measure_limits(counts, seconds=args.seconds))
+    asked = CpuOptions(**given_options(args, CpuOptions))
+    counts = thread_counts(asked.num_threads)
+    limits = list(measure_limits(counts, seconds=asked.seconds))
     scores = [score(model, counts[-1]) for model in args.models]
     machine = {**report.machine(), "isa": kernels.isa() if kernels.available() else None}
     if args.json:

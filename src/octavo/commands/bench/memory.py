@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
-from octavo.commands.common_options import add_json_option, add_seed_option, block_sizes, positive
-from octavo.commands.options import add_options
+from octavo.commands.common_options import add_json_option
+from octavo.commands.options import add_options, given_options
 from octavo.config import EngineConfig
+from octavo.option import Options, option
 from octavo.workloads.workload import NAMED_WORKLOADS
 
 DESCRIPTION = """\
@@ -15,63 +20,60 @@ tokens per sequence (default: 2048, or less if the model supports less).
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("comparison options")
-    group.add_argument(
-        "--simulate",
-        action="store_true",
-        help="compute nothing: real scheduler and cache, exact memory, times by --gb-s and --gflop-s; MODEL may be any "
-        "that `octavo plan` knows",
+_bench = partial(option, group="comparison options")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions(Options):
+    """The options of `octavo bench memory`."""
+
+    simulate: bool = _bench(
+        False,
+        "compute nothing: real scheduler and cache, exact memory, times by --gb-s and --gflop-s; MODEL may be any that "
+        "`octavo plan` knows",
     )
-    group.add_argument(
-        "--block-sizes",
-        type=block_sizes,
+    block_sizes: Sequence[int | Literal["max"]] = _bench(
+        (),
+        "block sizes to compare; the kernels need multiples of 16 (default: 16,max; with --simulate: 1,2,4,…,256,max)",
+        least=1,
         metavar="N|max,…",
-        help="block sizes to compare; the kernels need multiples of 16 (default: 16,max; with --simulate: "
-        "1,2,4,…,256,max)",
     )
-    group.add_argument(
-        "--codecs",
+    codecs: str | None = _bench(
+        None,
+        "compare codecs of the KV cache, with the model's own type, instead of block sizes; all: all of them; nvfp4 is "
+        "slow on a CPU, which has no kernel for it",
         metavar="NAME,…",
-        help="compare codecs of the KV cache, with the model's own type, instead of block sizes; all: all of them; "
-        "nvfp4 is slow on a CPU, which has no kernel for it",
     )
-    group.add_argument(
-        "--contiguous-seqs",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="without --kv-cache-memory, the budget is what N sequences of max_model_len reserve",
+    contiguous_seqs: int = _bench(
+        8, "without --kv-cache-memory, the budget is what N sequences of max_model_len reserve", least=1
     )
-    group.add_argument(
-        "--workload",
+    workload: str | None = _bench(
+        None,
+        f"{NAMED_WORKLOADS} (default: mixed64,sharegpt64; with --simulate 512 each; none with --trace)",
         metavar="NAME,…",
-        help=f"{NAMED_WORKLOADS} (default: mixed64,sharegpt64; with --simulate 512 each; none with --trace)",
     )
-    group.add_argument(
-        "--trace",
-        action="append",
+    trace: Sequence[str] = _bench(
+        (),
+        "also use the lengths of a trace, scaled so that 99 of 100 requests fit max_model_len; may be repeated",
         metavar="FILE",
-        help="also use the lengths of a trace, scaled so that 99 of 100 requests fit max_model_len; may be repeated",
     )
-    group.add_argument(
-        "--num-prompts",
-        type=positive,
-        metavar="N",
-        help="number of requests from each trace (default: 64; with --simulate: 512)",
+    num_prompts: int | None = _bench(
+        None, "number of requests from each trace (default: 64; with --simulate: 512)", least=1
     )
-    group.add_argument(
-        "--runs", type=positive, default=1, metavar="N", help="report the median of N runs, with block sizes in turns"
-    )
-    group.add_argument("--gb-s", type=float, default=20.0, metavar="X", help="simulated memory bandwidth in GB/s")
-    group.add_argument("--gflop-s", type=float, default=400.0, metavar="X", help="simulated arithmetic in GFLOP/s")
-    add_seed_option(group)
-    group.add_argument("--output", metavar="PATH", help="write PATH.json, PATH.md and PATH.png (needs matplotlib)")
+    runs: int = _bench(1, "report the median of N runs, with block sizes in turns", least=1)
+    gb_s: float = _bench(20.0, "simulated memory bandwidth in GB/s", above=0)
+    gflop_s: float = _bench(400.0, "simulated arithmetic in GFLOP/s", above=0)
+    workload_seed: int = _bench(0, "seed of lengths and tokens")
+    output: str | None = _bench(None, "write PATH.json, PATH.md and PATH.png (needs matplotlib)", metavar="PATH")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser, "tables")
+    add_options(parser, MemoryOptions)
     add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
     from octavo.commands.bench.memory_comparison import run
 
-    return run(args)
+    return run(MemoryOptions(**given_options(args, MemoryOptions)), given_options(args, EngineConfig), args.json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.commands.options import given_options
+from octavo.commands.bench.memory import MemoryOptions
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
@@ -30,7 +29,7 @@ from octavo.workloads.memory_block_sizes import (
 from octavo.workloads.plots import require_plot
 from octavo.workloads.workload import BenchRequest
 
-_SIMULATED_SIZES: list[BlockSize] = [1, 2, 4, 8, 16, 32, 64, 128, 256, CONTIGUOUS]
+_SIMULATED_SIZES: Sequence[BlockSize] = (1, 2, 4, 8, 16, 32, 64, 128, 256, CONTIGUOUS)
 _PAGED = EngineConfig().block_size
 
 
@@ -70,32 +69,31 @@ class _Bench:
             return play(engine, work.requests, self.budget)
 
 
-def run(args: argparse.Namespace) -> int:
-    options = given_options(args, EngineConfig)
+def run(asked: MemoryOptions, options: dict[str, Any], as_json: bool) -> int:
     for name, instead in (("block_size", "--block-sizes"), ("num_blocks", "--kv-cache-memory")):
         if name in options:
             raise ConfigError(f"{name} is what this benchmark compares: use {instead}")
-    codecs = _codecs(args, options)
-    if args.output:
-        require_plot(memory_report.with_suffix(Path(args.output), ".png"))
+    codecs = _codecs(asked, options)
+    if asked.output:
+        require_plot(memory_report.with_suffix(Path(asked.output), ".png"))
     config = EngineConfig.from_options(options)
     shape = find_shape(config.model)
-    budget = CacheBudget.build(shape, config, args.contiguous_seqs)
-    speeds = (args.gb_s, args.gflop_s) if args.simulate else None
+    budget = CacheBudget.build(shape, config, asked.contiguous_seqs)
+    speeds = (asked.gb_s, asked.gflop_s) if asked.simulate else None
     cost = None if speeds is None else _step_cost(budget, speeds)
     # No prefix caching, because nothing of one block size may help the next.
     bench = _Bench(budget, {"enable_prefix_caching": False, **options}, speeds)
-    sizes: list[BlockSize] = args.block_sizes or (_SIMULATED_SIZES if args.simulate else [16, CONTIGUOUS])
+    sizes = asked.block_sizes or (_SIMULATED_SIZES if asked.simulate else (16, CONTIGUOUS))
     candidates = [(bench.with_codec(name), _PAGED) for name in codecs] or [(bench, size) for size in sizes]
     baseline = 0 if codecs else sizes.index(CONTIGUOUS) if CONTIGUOUS in sizes else None
-    works = list(_works(args, budget, shape.config.vocab_size))
+    works = list(_works(asked, budget, shape.config.vocab_size))
 
     from octavo import __version__
 
     result: dict[str, Any] = {
         "bench": "memory",
         "version": __version__,
-        "mode": "simulate" if args.simulate else "real",
+        "mode": "simulate" if asked.simulate else "real",
         "model": shape.name,
         "options": bench.options,
         "kv_dtype": budget.sizing.kv_dtype,
@@ -104,13 +102,13 @@ def run(args: argparse.Namespace) -> int:
         "contiguous_seqs": budget.contiguous_seqs,
         "step_cost": cost,
         "axis": "codec" if codecs else "block size",
-        "workloads": [_compare(candidates, baseline, work, args.runs) for work in works],
+        "workloads": [_compare(candidates, baseline, work, asked.runs) for work in works],
         "machine": report.machine(),
     }
     line = report.as_json_line(result)
-    if args.output:
-        memory_report.write(result, line, Path(args.output))
-    print(line if args.json else memory_report.markdown(result))
+    if asked.output:
+        memory_report.write(result, line, Path(asked.output))
+    print(line if as_json else memory_report.markdown(result))
     return 0
 
 
@@ -146,29 +144,32 @@ def _compare(
     }
 
 
-def _codecs(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
+def _codecs(asked: MemoryOptions, options: dict[str, Any]) -> list[str]:
     """Return the codecs to compare, the model's own dtype first; empty if block sizes are compared."""
-    if args.codecs is None:
+    if asked.codecs is None:
         return []
-    for name, given in (("--block-sizes", args.block_sizes), ("--kv-cache-dtype", options.get("kv_cache_dtype"))):
-        if given is not None:
+    for name, given in (
+        ("--block-sizes", asked.block_sizes),
+        ("--kv-cache-dtype", options.get("kv_cache_dtype")),
+    ):
+        if given:
             raise ConfigError(f"--codecs compares codecs at blocks of {_PAGED} tokens: leave out {name}")
     coded = [name for name, format in KV_FORMATS.items() if not format.plain]
-    return ["auto", *(coded if args.codecs == "all" else args.codecs.split(","))]
+    return ["auto", *(coded if asked.codecs == "all" else asked.codecs.split(","))]
 
 
-def _works(args: argparse.Namespace, budget: CacheBudget, vocab_size: int) -> Iterator[_Work]:
-    count = args.num_prompts or (512 if args.simulate else 64)
-    default = "" if args.trace else f"mixed{count},sharegpt{count}"
-    names = default if args.workload is None else args.workload
+def _works(asked: MemoryOptions, budget: CacheBudget, vocab_size: int) -> Iterator[_Work]:
+    count = asked.num_prompts or (512 if asked.simulate else 64)
+    default = "" if asked.trace else f"mixed{count},sharegpt{count}"
+    names = default if asked.workload is None else asked.workload
     for name in filter(None, names.split(",")):
-        yield _named(name, args.workload_seed, budget, vocab_size)
-    for path in args.trace or ():
+        yield _named(name, asked.workload_seed, budget, vocab_size)
+    for path in asked.trace:
         trace = traces.read_trace(path)[:count]
         totals = [request.prompt_tokens + request.output_tokens for request in trace]
         scale = min(1.0, budget.max_model_len / report.percentile(totals, 99))
         end = min(workload.END_TOKEN_ID, vocab_size)
-        requests = traces.as_requests(trace, scale_lengths=scale, seed=args.workload_seed, end=end)
+        requests = traces.as_requests(trace, scale_lengths=scale, seed=asked.workload_seed, end=end)
         yield _clipped(Path(path).stem, requests, budget, scale)
 
 

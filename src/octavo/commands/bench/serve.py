@@ -8,14 +8,17 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from octavo.commands.bench.workload_options import Workload, add_workload_options, clip_to_model, load_requests
+from octavo.commands.bench.workload_options import Workload, WorkloadOptions, clip_to_model, load_requests
 from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_options, engine_argv, given_options
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.option import option
+from octavo.units import SECONDS
 from octavo.workloads import report, serving
 from octavo.workloads.http import PostUrl
 from octavo.workloads.server_process import RunningServer, fetch_json, running_server
@@ -27,79 +30,74 @@ EXIT_ERROR = 1
 DESCRIPTION = "Send streaming completions at their scheduled times (open loop) and report latency and throughput."
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("client options")
-    group.add_argument(
-        "--base-url",
+_client = partial(option, group="client options")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(WorkloadOptions):
+    """The options of `octavo bench serve`."""
+
+    base_url: str | None = _client(
+        None,
+        "URL of a running server, which knows the model as --model (default: start one with the engine options)",
         metavar="URL",
-        help="URL of a running server, which knows the model as --model (default: start one with the engine options)",
     )
-    group.add_argument("--api-key", metavar="KEY", help="key to send as a bearer token")
-    group.add_argument(
-        "--request-rate",
-        type=float,
-        metavar="X",
-        help="requests per second, or inf (default: a trace's own arrival times, else inf)",
+    api_key: str | None = _client(None, "key to send as a bearer token", metavar="KEY", secret=True)
+    request_rate: float | None = _client(
+        None, "requests per second, or inf (default: a trace's own arrival times, else inf)", above=0, most=math.inf
     )
-    group.add_argument(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="how evenly requests arrive; 1: Poisson; below: in bursts; above: more evenly",
+    burstiness: float = _client(
+        1.0, "how evenly requests arrive; 1: Poisson; below: in bursts; above: more evenly", above=0
     )
-    group.add_argument("--max-concurrency", type=int, metavar="N", help="maximum number of requests in flight")
-    group.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="timeout of a request")
-    group.add_argument(
-        "--return-token-ids",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="request the token ids of each chunk (default: on; off for a server that refuses the field)",
+    max_concurrency: int | None = _client(None, "maximum number of requests in flight", least=1)
+    timeout: float = _client(600.0, "timeout of a request", unit=SECONDS, above=0)
+    return_token_ids: bool = _client(
+        True, "request the token ids of each chunk (default: on; off for a server that refuses the field)"
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
-    add_workload_options(parser)
+    add_options(parser, ServeOptions)
     add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
     options = given_options(args, EngineConfig)
-    _check(args, options)
-    work = load_requests(args)
-    with _server(args, options) as (server, started):
-        model, max_model_len = _served_model(server.base_url, args.api_key)
+    asked = ServeOptions(**given_options(args, ServeOptions))
+    _check(asked, options)
+    work = load_requests(asked)
+    with _server(asked, options) as (server, started):
+        model, max_model_len = _served_model(server.base_url, asked.api_key)
         target = Target(
             base_url=server.base_url,
             model=(None if started else options.get("model")) or model,
-            api_key=args.api_key,
-            return_token_ids=args.return_token_ids,
-            timeout_s=args.timeout,
+            api_key=asked.api_key,
+            return_token_ids=asked.return_token_ids,
+            timeout_s=asked.timeout,
         )
         work = clip_to_model(work, max_model_len)
-        arrivals, how = _arrivals(args, work)
-        asyncio.run(_warm_up(target, args.token_id_end))
+        arrivals, how = _arrivals(asked, work)
+        asyncio.run(_warm_up(target, asked.token_id_end))
         cpu = time.process_time()
-        records = asyncio.run(serving.run_load(target, work.requests, arrivals, args.max_concurrency))
+        records = asyncio.run(serving.run_load(target, work.requests, arrivals, asked.max_concurrency))
         cpu = time.process_time() - cpu
     figures = serving.summary(records)
     result: dict[str, Any] = {"bench": "serve", "base_url": server.base_url, "model": target.model}
     if started:
         result |= {"options": options, "startup_s": round(server.startup_s, 3)}
     result |= {"workload": work.name, "clipped": work.num_clipped, "arrivals": how}
-    result |= {"max_concurrency": args.max_concurrency, **figures}
+    result |= {"max_concurrency": asked.max_concurrency, **figures}
     result |= {"client_cpu_share": round(cpu / max(figures["duration_s"], 1e-9), 4), "machine": report.machine()}
     print(report.as_json_line(result) if args.json else report.as_table(result))
     return EXIT_ERROR if figures["failed"] else 0
 
 
-def _check(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
-    if args.max_concurrency is not None and args.max_concurrency < 1:
-        raise ConfigError(f"--max-concurrency must be at least 1, got {args.max_concurrency}")
-    if not args.timeout > 0:
-        raise ConfigError(f"--timeout must be above 0, got {args.timeout:g}")
-    if args.base_url is None:
+def _check(asked: ServeOptions, options: Mapping[str, Any]) -> None:
+    if asked.base_url is None:
         return
     try:
-        PostUrl.parse(args.base_url)
+        PostUrl.parse(asked.base_url)
     except ValueError as error:
         raise ConfigError(f"--base-url: {error}") from error
     if set(options) - {"model"}:
@@ -109,15 +107,15 @@ def _check(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _server(args: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[tuple[RunningServer, bool]]:
+def _server(asked: ServeOptions, options: Mapping[str, Any]) -> Iterator[tuple[RunningServer, bool]]:
     """Yield the server to measure, and whether this command started it."""
-    if args.base_url is not None:
-        url = args.base_url.rstrip("/").removesuffix("/v1")
+    if asked.base_url is not None:
+        url = asked.base_url.rstrip("/").removesuffix("/v1")
         yield RunningServer(url, 0.0), False
         return
     argv = engine_argv(options)
-    if args.api_key:
-        argv.append(f"--api-key={args.api_key}")
+    if asked.api_key:
+        argv.append(f"--api-key={asked.api_key}")
     with running_server(argv) as server:
         yield server, True
 
@@ -132,13 +130,13 @@ def _served_model(base_url: str, api_key: str | None) -> tuple[str, int | None]:
         raise ConfigError(f"{base_url}/v1/models lists no model") from error
 
 
-def _arrivals(args: argparse.Namespace, work: Workload) -> tuple[list[float], str]:
+def _arrivals(asked: ServeOptions, work: Workload) -> tuple[list[float], str]:
     """Return the arrival time of each request, and a description of the arrivals for the report."""
-    if args.request_rate is None and work.trace_arrivals is not None:
+    if asked.request_rate is None and work.trace_arrivals is not None:
         return work.trace_arrivals, "trace"
-    rate = math.inf if args.request_rate is None else args.request_rate
-    times = list(arrival_times(len(work.requests), rate, args.burstiness, args.workload_seed))
-    return times, "all at once" if rate == math.inf else f"{rate:g} a second, burstiness {args.burstiness:g}"
+    rate = math.inf if asked.request_rate is None else asked.request_rate
+    times = list(arrival_times(len(work.requests), rate, asked.burstiness, asked.workload_seed))
+    return times, "all at once" if rate == math.inf else f"{rate:g} a second, burstiness {asked.burstiness:g}"
 
 
 async def _warm_up(target: Target, token_id_end: int) -> None:

@@ -5,28 +5,34 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 
-from octavo.commands.bench.workload_options import add_workload_options, clip_to_model, load_requests
+from octavo.commands.bench.workload_options import WorkloadOptions, clip_to_model, load_requests
 from octavo.commands.common_options import add_json_option
 from octavo.commands.options import add_options, given_options
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError
+from octavo.option import option
 from octavo.workloads import report, throughput
 
 DESCRIPTION = "Measure the throughput of a workload whose requests are all queued at once."
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputOptions(WorkloadOptions):
+    """The options of `octavo bench throughput`."""
+
+    runs: int = option(1, "report the median of N runs", least=1, group="workload options")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=1, metavar="N", help="report the median of N runs")
     add_json_option(parser)
-    add_workload_options(parser)
+    add_options(parser, ThroughputOptions)
     add_options(parser, EngineConfig, positional_model=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.runs < 1:
-        raise ConfigError(f"--runs must be at least 1, got {args.runs}")
-    work = load_requests(args)
+    asked = ThroughputOptions(**given_options(args, ThroughputOptions))
+    work = load_requests(asked)
     engine = given_options(args, EngineConfig)
 
     from octavo import LLM, __version__
@@ -35,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     with LLM(**engine) as llm:
         startup_s = time.perf_counter() - start
         work = clip_to_model(work, llm.info.max_model_len, llm.info.vocab_size)
-        runs = throughput.measure(llm, work.requests, args.runs, use_tqdm=sys.stderr.isatty())
+        runs = throughput.measure(llm, work.requests, asked.runs, use_tqdm=sys.stderr.isatty())
         model = llm.config.model
     result = {
         "bench": "throughput",
