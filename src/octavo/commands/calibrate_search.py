@@ -11,10 +11,10 @@ from typing import Any
 
 from octavo import LLM, __version__
 from octavo.attention import make_backend
+from octavo.calibration.options import CalibrationOptions
 from octavo.calibration.scales import calibrate
 from octavo.calibration.search import Found, Probe, check_candidates, search
 from octavo.calibration.text import Text
-from octavo.commands.calibrate import CalibrationOptions
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS, write_table
 from octavo.runner.runner import ModelRunner

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from octavo.commands.bench.memory import MemoryOptions
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.kvcache.formats import KV_FORMATS
@@ -26,6 +25,7 @@ from octavo.workloads.memory_block_sizes import (
     real_engine,
     simulated_engine,
 )
+from octavo.workloads.memory_options import MemoryOptions
 from octavo.workloads.plots import require_plot
 from octavo.workloads.workload import BenchRequest
 
