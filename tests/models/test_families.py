@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from octavo import kernels
 from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention
+from octavo.checkpoint import text_models
 from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.model_source import ModelSource, load_model_config, resolve_model
 from octavo.models.decoder import Decoder
@@ -360,12 +361,40 @@ _QWEN_VISION: dict[str, Any] = {
     "out_hidden_size": 64,
 }
 _THREE_POSITIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-# Models that also read images: fields of their text models' configurations, and of those of their encoders.
+_HALF_ROTATED = _THREE_POSITIONS | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+_GLM_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "out_hidden_size": 64}
+_AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "hidden_size": 32}
+# Models that also read images or sound: fields of their text models' configurations, and of those of their encoders.
 WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (
         {"head_dim": 32, "sliding_window": 7, "num_hidden_layers": 7},
         _VISION | {"model_type": "siglip_vision_model"},
     ),
+    "Glm4v": ({"head_dim": 16, "rope_parameters": _HALF_ROTATED}, _GLM_VISION),
+    "Glm46V": (
+        {"model_type": "glm4v_text", "head_dim": 16, "rope_parameters": _HALF_ROTATED},
+        _GLM_VISION | {"model_type": "glm4v_vision"},
+    ),
+    "Glm4vMoe": (
+        {
+            "head_dim": 16,
+            "rope_parameters": _HALF_ROTATED,
+            "initializer_range": 0.2,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+        },
+        _GLM_VISION,
+    ),
+    "GotOcr2": ({"model_type": "qwen2"}, {}),
+    "Idefics3": ({"model_type": "llama"}, _VISION),
+    "LightOnOcr": ({"model_type": "qwen3", "head_dim": 32}, _VISION | {"model_type": "pixtral"}),
+    "LlavaNext": ({"model_type": "mistral", "sliding_window": 9}, _VISION | {"model_type": "clip_vision_model"}),
+    "LlavaNextVideo": ({"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}),
+    "Ovis2": ({"model_type": "qwen2"}, _VISION),
+    "SmolVLM": ({"model_type": "llama"}, _VISION),
+    "Voxtral": ({"model_type": "llama"}, _AUDIO),
+    "VipLlava": ({"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}),
     "InternVL": (
         {"model_type": "qwen3_moe", "head_dim": 32, "num_experts": 12, "moe_intermediate_size": 32},
         _VISION | {"model_type": "internvl_vision"},
@@ -373,6 +402,7 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llava": ({"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}),
     "LlavaOnevision": ({"model_type": "qwen2"}, _VISION | {"model_type": "siglip_vision_model"}),
     "Mistral3": ({"model_type": "mistral", "sliding_window": 9}, _VISION | {"model_type": "pixtral"}),
+    "Qwen2Audio": ({"model_type": "qwen2"}, _AUDIO),
     "Qwen2VL": (
         {"rope_parameters": _THREE_POSITIONS},
         {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 4},
@@ -472,6 +502,7 @@ def table() -> str:
 
 def test_every_family_is_here_and_in_the_documentation() -> None:
     assert {f"{family}ForCausalLM" for family in (*FAMILIES, *RELATIVES)} == set(NATIVE_ARCHITECTURES)
+    assert {f"{name}ForConditionalGeneration" for name in WRAPPERS} == text_models.WRAPPERS
     assert table() in DOCUMENTED.read_text()
 
 

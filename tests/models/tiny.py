@@ -91,13 +91,14 @@ def make_model(family: str, **overrides: Any) -> Any:
 
 
 def make_wrapper(name: str, text: Mapping[str, Any], vision: Mapping[str, Any]) -> Any:
-    """A random float32 model that also reads images, such as Gemma3ForConditionalGeneration.
+    """A random float32 model that also reads images or sound, such as Gemma3ForConditionalGeneration.
 
     Args:
         text, vision: fields of the configurations of its text model and of its encoder.
     """
-    fields = {"text_config": {"pad_token_id": 0, **_SIZES, **text}, "vision_config": dict(vision)}
-    config = getattr(transformers, f"{name}Config")(**fields)
+    config_class = getattr(transformers, f"{name}Config")
+    encoder = "audio_config" if "audio_config" in config_class.sub_configs else "vision_config"
+    config = config_class(**{"text_config": {"pad_token_id": 0, **_SIZES, **text}, encoder: dict(vision)})
     torch.manual_seed(0)
     return _randomised(getattr(transformers, f"{name}ForConditionalGeneration")(config).eval())
 

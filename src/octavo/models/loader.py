@@ -6,6 +6,7 @@ holds more than one tensor twice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -165,11 +166,11 @@ class SafetensorsWeights:
     def _hold(self, files: Mapping[str, Any]) -> None:
         """Note which file holds each tensor, by the tensor's name in the whole model.
 
-        The text model in one that also reads images has the names "language_model.model.layers.0.…", or
-        "model.language_model.layers.0.…". A model saved from its base class, as embedding models often are, has names
-        without their first part, "layers.0.…" for "model.layers.0.…".
+        The text model in one that also reads images has the names "language_model.model.layers.0.…",
+        "model.language_model.layers.0.…" or "model.text_model.layers.0.…". A model saved from its base class, as
+        embedding models often are, has names without their first part, "layers.0.…" for "model.layers.0.…".
         """
-        named = {name.replace("language_model.", "", 1): (file, name) for name, file in files.items()}
+        named = {re.sub(r"(language|text)_model\.", "", name, count=1): (file, name) for name, file in files.items()}
         if self._config is not None:
             base, head = self._config.names.hf("embedding").partition(".")[0] + ".", self._config.names.hf("head") + "."
             if not any(name.startswith(base) for name in named):
