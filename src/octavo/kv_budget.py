@@ -26,7 +26,7 @@ from typing import Any
 
 from octavo.errors import ConfigError, FieldError, shown
 from octavo.option import json_object
-from octavo.toml_file import read_toml
+from octavo.text_file import read_toml, write_text
 
 MODES = ("sinks", "bounded", "sparse_read")
 MEASURED_ROWS = 64
@@ -167,11 +167,7 @@ class KVBudget:
     def write(self, path: Path, comment: str) -> None:
         """Write a file for `parse`; raises `ConfigError` if that is impossible."""
         lines = [f"# {comment}", *(f"{name} = {json.dumps(value)}" for name, value in self._given().items())]
-        try:
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(f"cannot write the KV budget to {path} ({reason}): give --output FILE") from error
+        write_text(path, "\n".join(lines) + "\n", "the KV budget")
 
 
 def choose_budget(

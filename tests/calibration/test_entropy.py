@@ -94,5 +94,5 @@ def test_a_file_that_is_no_budget_is_refused(tmp_path: Path) -> None:
     path.write_text('mode = "bounded"\ntokens = 64\nlayers = [2]\n')
     with pytest.raises(ConfigError, match=r"kv_budget\.layers must be above 0 and at most 1, got 2"):
         KVBudget.parse(str(path))
-    with pytest.raises(ConfigError, match=r"cannot write the KV budget to .*: give --output FILE"):
+    with pytest.raises(ConfigError, match=r"cannot write the KV budget .*; give --output FILE"):
         KVBudget(mode="bounded", tokens=64).write(tmp_path, "a folder")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.errors import ConfigError
+from octavo.text_file import read_text
 from octavo.workloads.forward_text import english
 
-_MOST_BYTES = 64 << 20
+_MOST_CHARACTERS = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +18,12 @@ class Text:
     content: str
 
 
-def read_text(path: str | None) -> Text:
+def calibration_text(path: str | None) -> Text:
     """Read the text in a file or, if `path` is None, Python's own language reference (`pydoc_data.topics`).
 
     Raises:
-        ConfigError: the file cannot be read, is larger than 64 MiB, or is not UTF-8.
+        ConfigError: the file cannot be read, is longer than 64 Mi characters, or is not UTF-8.
     """
     if path is None:
         return Text("pydoc_data.topics", english())
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"cannot read the text {path}: {error.strerror or error}") from error
-    if len(raw) > _MOST_BYTES:
-        raise ConfigError(f"the text {path} has more than {_MOST_BYTES:,} bytes: pass an excerpt")
-    try:
-        return Text(path, raw.decode())
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the text {path} is not UTF-8: {error}") from error
+    return Text(path, read_text(path, "the text", _MOST_CHARACTERS))

@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.calibration.text import read_text
+    from octavo.calibration.text import calibration_text
     from octavo.commands.calibrate_search import run_search
 
     asked = CalibrationOptions(**given_options(args, CalibrationOptions))
     options = given_options(args, EngineConfig)
-    text = read_text(asked.data)
+    text = calibration_text(asked.data)
     work = _entropy if asked.entropy else run_search if asked.search else _scales
     return work(asked, options, text, as_json=args.json)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import SamplingParams
+from octavo.text_file import read_text
 
 _KINDS = ("prompt", "prompt_token_ids", "messages")
 
@@ -49,7 +50,8 @@ def read_prompts(path: str, options: Mapping[str, Any]) -> list[PromptInput]:
     Raises:
         ConfigError: the file cannot be read, or lines are bad; the first bad line is described, the others counted.
     """
-    lines = [(number, line) for number, line in enumerate(_read(path).splitlines(), start=1) if line.strip()]
+    text = sys.stdin.read() if path == "-" else read_text(path)
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     name = "stdin" if path == "-" else path
     is_jsonl = path.endswith(".jsonl") or (path == "-" and bool(lines) and lines[0][1].lstrip().startswith("{"))
     if not is_jsonl:
@@ -67,18 +69,6 @@ def read_prompts(path: str, options: Mapping[str, Any]) -> list[PromptInput]:
         others = f" (and {len(bad) - 1} more bad lines)" if len(bad) > 1 else ""
         raise ConfigError(bad[0] + others)
     return prompts
-
-
-def _read(path: str) -> str:
-    if path == "-":
-        return sys.stdin.read()
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot read {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def _parse_json_line(line: str, options: Mapping[str, Any], source: str) -> PromptInput:

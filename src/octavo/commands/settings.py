@@ -18,7 +18,7 @@ from typing import Any
 
 from octavo.errors import ConfigError, shown
 from octavo.option import HIDDEN, Option, Options, nearest, options_of, unknown_name
-from octavo.toml_file import read_toml
+from octavo.text_file import read_toml
 
 logger = logging.getLogger("octavo.serve")
 

@@ -46,7 +46,7 @@ from typing import Any
 
 from octavo.config import KV_CACHE_ALIASES, KV_CACHE_TABLE
 from octavo.errors import ConfigError
-from octavo.toml_file import read_toml
+from octavo.text_file import read_toml, write_text
 
 _MOST_TABLE_BYTES = 1 << 20
 _TABLE_ENTRIES = ("keys", "values", "sink_blocks", "recent_blocks", "model", "measured")
@@ -276,7 +276,7 @@ def _names(what: str, side: str, given: Any, own: str, num_layers: int) -> list[
 
 
 def write_table(path: Path, keys: list[str], values: list[str], model: str, measured: list[str]) -> None:
-    """Write a codec table; `measured` are the lines of TOML under [measured]."""
+    """Write a codec table, or raise `ConfigError`; `measured` are the lines of TOML under [measured]."""
     quoted = model.replace("\\", "\\\\").replace('"', '\\"')
     lines = [
         "# Codecs of the KV cache by layer: octavo serve MODEL --kv-cache-dtype THIS_FILE",
@@ -287,4 +287,4 @@ def write_table(path: Path, keys: list[str], values: list[str], model: str, meas
         "[measured]",
         *measured,
     ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(path, "\n".join(lines) + "\n", "the codec table")

@@ -26,7 +26,7 @@ import torch
 
 from octavo.checkpoint.model_source import ModelSource, model_fingerprint
 from octavo.errors import ConfigError, shown
-from octavo.toml_file import read_toml
+from octavo.text_file import read_toml, write_text
 
 Scales = dict[int, dict[str, torch.Tensor]]
 """By layer: "k" and "v", each one number or float32 [kv_heads]."""
@@ -66,12 +66,7 @@ def write_scales(path: Path, source: ModelSource, dtype: str, scales: Scales, or
     ]
     for index, sides in sorted(scales.items()):
         lines += ["", f"[layers.{index}]", *(f"{side} = {scale.tolist()}" for side, scale in sides.items())]
-    try:
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the KV scales to {path} ({error.strerror or error}): give --output FILE"
-        ) from error
+    write_text(path, "\n".join(lines) + "\n", "the KV scales")
 
 
 def read_scales(

@@ -29,7 +29,7 @@ from typing import Any
 from octavo.errors import ConfigError, FieldError, shown
 from octavo.option import nearest, option, options_of
 from octavo.request import RequestContext
-from octavo.toml_file import read_toml
+from octavo.text_file import read_toml
 from octavo.units import Unit
 
 logger = logging.getLogger("octavo.server")

@@ -18,6 +18,7 @@ from octavo.planner.roofline import StepTimes
 from octavo.scheduler.plan_log import read_facts, read_plans
 from octavo.scheduler.step_time import StepLoad
 from octavo.simulator.fitting import MeasuredStep, Spread, fit, outside, periods
+from octavo.text_file import read_text, write_text
 
 VERSION = 2
 _MOST_AT_ONCE = 2  # requests that come with one step; those of a burst share what they cost
@@ -65,10 +66,7 @@ class Speed:
             ConfigError: the file cannot be written.
         """
         fields = {**asdict(self), "times": asdict(self.times)}
-        try:
-            Path(path).write_text(json.dumps({"octavo_speed": VERSION, **fields}, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        write_text(path, json.dumps({"octavo_speed": VERSION, **fields}, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Speed:
@@ -78,10 +76,8 @@ class Speed:
             ConfigError: the file cannot be read, or is not a speed file of this version.
         """
         try:
-            content = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except ValueError as error:
+            content = json.loads(read_text(path))
+        except json.JSONDecodeError as error:
             raise ConfigError(f"{path} is not JSON: {error}") from error
         version = content.pop("octavo_speed", None) if isinstance(content, dict) else None
         if version != VERSION:

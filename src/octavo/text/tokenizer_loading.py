@@ -7,9 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from octavo.checkpoint.model_source import tokenizer_of
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, ModelNotFoundError
+from octavo.errors import ModelNotFoundError
 from octavo.text.chat_template import check_template
 from octavo.text.tokenizer import Tokenizer, needs_transformers
+from octavo.text_file import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +55,6 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
 
 def _read_template(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            template = file.read(_MOST_TEMPLATE + 1)
-    except OSError as error:
-        raise ConfigError(f"chat_template: cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"chat_template: {path} is not UTF-8 text: {error}") from error
-    if len(template) > _MOST_TEMPLATE:
-        raise ConfigError(f"chat_template: {path} has more than {_MOST_TEMPLATE} characters")
+    template = read_text(path, "the chat template", _MOST_TEMPLATE)
     check_template(template, path)
     return template

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.text_file import write_text
 from octavo.units import format_bytes
 from octavo.workloads.memory_block_sizes import CONTIGUOUS, BlockSize, CacheBudget, Played
 from octavo.workloads.plots import new_figure, save
@@ -145,8 +146,8 @@ _COLUMNS: dict[str, dict[str, _Cell]] = {
 
 def write(result: Mapping[str, Any], json_line: str, output: Path) -> None:
     """Write OUTPUT.json, OUTPUT.md and OUTPUT.png."""
-    with_suffix(output, ".json").write_text(json_line + "\n", encoding="utf-8")
-    with_suffix(output, ".md").write_text(markdown(result) + "\n", encoding="utf-8")
+    write_text(with_suffix(output, ".json"), json_line + "\n")
+    write_text(with_suffix(output, ".md"), markdown(result) + "\n")
     plot(result, with_suffix(output, ".png"))
 
 

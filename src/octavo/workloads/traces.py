@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo.text_file import read_text
 from octavo.workloads.workload import END_TOKEN_ID, BenchRequest, random_token_ids
 
 TOKENS_PER_HASH = 512
@@ -54,13 +55,7 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
     Raises:
         ConfigError: the file cannot be read, is in no known format, or has a bad line; the message names the line.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot read {path}: not UTF-8 text") from error
-    requests = _parse(str(path), text)
+    requests = _parse(str(path), read_text(path))
     if not requests:
         raise ConfigError(f"{path} has no request")
     times = [request.arrival_s for request in requests if request.arrival_s is not None]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.errors import ConfigError
+from octavo.text_file import read_text
 
 FIRST_TOKEN_ID = 100
 """The first id for random prompts; most vocabularies have their special tokens below it."""
@@ -128,10 +129,9 @@ class Lengths:
 
 
 def _lengths_in(path: Path) -> array[int]:
+    words = read_text(path, "lengths from").split()
     try:
-        lengths = array("q", map(int, path.read_text().split()))
-    except OSError as error:
-        raise ConfigError(f"cannot read lengths from {path}: {error.strerror}") from error
+        lengths = array("q", map(int, words))
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{path} must contain whole numbers and white space: {error}") from error
     if not lengths or min(lengths) < 1:
