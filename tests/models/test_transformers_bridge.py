@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from octavo.attention.native import NativeAttention
 from octavo.attention.reference import ReferenceAttention
 from octavo.checkpoint.hf_config import read_hf_config
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
@@ -50,6 +51,8 @@ LATENT = {
 }
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 128, "vocab_size": VOCAB, "bos_token_id": 1}
 
+SCALED_QUERIES = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}
+
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 9},
@@ -63,10 +66,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "StableLm": {},
     "Starcoder2": {"sliding_window": 9},
-    "Granite": {"logits_scaling": 2.0, "attention_multiplier": 0.2},
+    "Granite": {"logits_scaling": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3},
     "Cohere": {"logit_scale": 0.5},
     "Cohere2": {"sliding_window": 9},
-    "Olmo": {},
+    "Ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **SCALED_QUERIES}},
+    "Olmo": {"clip_qkv": 1.0},
     "Olmo2": {},
     "Olmo3": {"sliding_window": 9},
     "Glm": {},
@@ -119,14 +123,48 @@ def test_paged_logits_are_those_of_transformers(name: str) -> None:
     assert_same_logits(paged_logits(TransformersModel(model), sequences, block_size=4), expected)
 
 
+# What Octavo's kernels compute of a layer: all of it, or its attention, its gated MLP and its RMS norms.
+FUSED = {
+    "Llama": "all",
+    "Gemma": "all",
+    "Gemma2": "all",
+    "Gemma3Text": "all",
+    "Phi3": "all",
+    "SmolLM3": "all",
+    "Exaone4": "attention, MLP, norms",
+    "Granite": "attention, MLP, norms",
+    "Qwen3Moe": "attention, norms",
+    "Phi": "attention",
+    "StableLm": "attention, MLP",
+    "Ministral3": "MLP, norms",  # queries scaled by their position
+    "Olmo": "MLP",  # clipped queries, keys and values
+    "Olmo2": "MLP, norms",  # norms over all heads
+    "Glm4": "MLP, norms",  # interleaved rotation
+    "GPT2": "",
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_modules_that_kernels_compute_are_recognised_by_their_results(name: str) -> None:
+    model = build(name)
+    bridge = TransformersModel(model, packed=True)
+    parts = {type(module.forward.__self__).__name__ for module in model.modules() if "forward" in vars(module)}
+    names = {"_Attention": "attention", "_GatedMLP": "MLP", "_Norm": "norms"}
+    found = ", ".join(shown for part, shown in names.items() if part in parts)
+    assert ("all" if bridge._fused.all else found) == FUSED[name]
+    assert bridge._fused.keep_rows == bridge._fused.all
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_matrices_give_the_logits_of_transformers(name: str) -> None:
-    model = build(name)
+    # Heads that the attention kernels take.
+    wide = {} if name == "GPT2" or "head_dim" in ARCHITECTURES[name] else {"hidden_size": 64, "head_dim": 16}
+    model = build(name, **wide)
     sequences = random_sequences(VOCAB, [37, 5, 21])
     expected = whole_logits(model, sequences)
     before = sum(parameter.nbytes for parameter in model.parameters())
     packed = TransformersModel(model, packed=True)
-    assert_same_logits(paged_logits(packed, sequences, block_size=4), expected)
+    assert_same_logits(paged_logits(packed, sequences, attention=NativeAttention()), expected)
     assert not any(type(module) is torch.nn.Linear for module in model.modules())
     left = sum(parameter.nbytes for parameter in model.parameters())
     assert left < before / 3  # the embedding, norms and routers
@@ -268,11 +306,12 @@ def test_only_the_asked_for_rows_become_logits() -> None:
     torch.testing.assert_close(rows, expected[[11, 3]], atol=1e-4, rtol=0)
 
 
-def test_bfloat16_stays_close_to_float32() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_bfloat16_stays_close_to_float32(packed: bool) -> None:
     model = build("Gemma2")
     sequences = random_sequences(VOCAB, [20, 9])
     expected = whole_logits(model, sequences)
-    bridge = TransformersModel(model.to(torch.bfloat16))
+    bridge = TransformersModel(model.to(torch.bfloat16), packed=packed)
     for ours, theirs in zip(paged_logits(bridge, sequences, dtype="bfloat16"), expected, strict=True):
         assert (ours - theirs).norm() < 0.1 * theirs.norm()
 
