@@ -204,8 +204,9 @@ class Option:
             return text
         if self.is_choice:
             raise self._wrong(text, where)
+        numbers = {each.name for kind in self.types for each in (kind, *kind.inside)}
         try:
-            return float(text) if "number" in self.type_names else parse_count(text)
+            return float(text) if "number" in numbers else parse_count(text)
         except ValueError:
             raise self._wrong(text, where) from None
 

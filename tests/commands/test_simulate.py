@@ -375,7 +375,6 @@ def test_the_best_points_are_those_that_no_other_beats_in_both() -> None:
         ([*ON_H100, "--find-rate", "--concurrency", "3", "--ttft-slo-ms", "9"], "has no largest rate"),
         ([*ON_H100, "--find-rate", "--find-replicas"], "give --find-rate or --find-replicas"),
         ([*ON_H100, "--find-replicas", "--ttft-slo-ms", "9"], "depends on its rate"),
-        ([*ON_H100, "--rates", "1,x"], "cannot read '1,x' as rates"),
         ([*ON_H100, "--rates", "0"], "must be above 0"),
         ([*ON_H100, "--rates", "1", "--find-rate"], "--rates cannot be combined with --find-rate"),
         ([*ON_H100, "--request-rate", "0"], "must be above 0"),

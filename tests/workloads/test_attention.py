@@ -64,8 +64,20 @@ def test_the_command_compares_blocks_with_contiguous_memory(octavo_command: Octa
     assert all((f["gb_per_s"] is None) == (f["kind"] == "prefill") for f in result["figures"])
 
 
-@pytest.mark.parametrize("heads", ["9,3", "9,2,64"])
-def test_heads_that_cannot_be_shared_out_are_refused(octavo_command: OctavoCommand, heads: str) -> None:
-    code, _, err = octavo_command("bench", "attention", "--heads", heads)
-    assert code == 1
-    assert "heads must be Q,KV,DIM" in err
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["--heads", "9,3"], 1, "heads must be Q,KV,DIM"),
+        (["--heads", "9,2,64"], 1, "heads must be Q,KV,DIM"),
+        (["--contexts", "512,0"], 1, "contexts must be at least 1, got 0"),
+        (["--contexts", "512,x"], 2, "must be a list of integers, got 'x'"),
+        (["--block-sizes", "16,most"], 2, "must be a list of integers or max, got 'most'"),
+        (["--block-sizes", ","], 2, "is set but has no value"),
+        (["--kind", "encode"], 2, "invalid choice: 'encode'"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(
+    octavo_command: OctavoCommand, argv: list[str], code: int, message: str
+) -> None:
+    refused, _, err = octavo_command("bench", "attention", *argv)
+    assert (refused, message in err) == (code, True), err

@@ -255,11 +255,14 @@ class Questions(Options):
         "target for the time to the first token, in milliseconds (default: 10000 if only --itl-slo-ms is given). "
         "Without a question, the share of requests and of tokens within the targets is reported",
         unit=MILLISECONDS,
+        above=0,
     )
     slo_percentile: float = _question(
         99.0,
         "percentile that must meet the targets; --itl-slo-ms also limits chunks, as in octavo serve",
         metavar="P",
+        above=0,
+        most=100,
     )
     sweep: Sequence[str] = _question(
         (),
@@ -267,10 +270,12 @@ class Questions(Options):
         "kv_cache_memory=1GiB,4GiB; repeatable",
         metavar="OPTION=V,V,…",
     )
-    rates: str | None = _question(
-        None,
+    rates: Sequence[float | Literal["auto"]] = _question(
+        (),
         "simulate each of these request rates; auto: ten of them, up to what is served with all requests at once",
         metavar="X,X,…|auto",
+        above=0,
+        most=math.inf,
     )
     price_per_hour: float | None = _question(
         None,
@@ -287,7 +292,7 @@ class Questions(Options):
     def _check_together(self) -> None:
         if self.find_rate and self.find_replicas:
             raise ConfigError("give --find-rate or --find-replicas, not both")
-        if self.rates is not None and (self.find_rate or self.find_replicas):
+        if self.rates and (self.find_rate or self.find_replicas):
             raise ConfigError("--rates cannot be combined with --find-rate, --find-replicas or --concurrency")
 
 
@@ -295,16 +300,16 @@ def check_question(asked: Questions, demand: Demand, *, has_targets: bool) -> No
     """Refuse options of the question and of the traffic that have no effect together, or exclude each other."""
     if asked.slo_percentile != 99.0 and not has_targets:
         raise ConfigError("--slo-percentile needs --ttft-slo-ms or --itl-slo-ms")
-    if asked.rates is not None and demand.concurrency is not None:
+    if asked.rates and demand.concurrency is not None:
         raise ConfigError("--rates cannot be combined with --find-rate, --find-replicas or --concurrency")
-    if asked.rates is not None and demand.request_rate is not None:
+    if asked.rates and demand.request_rate is not None:
         raise ConfigError("give --request-rate or --rates, not both")
     if demand.rate_scale != 1:
-        if demand.request_rate is not None or asked.rates is not None:
+        if demand.request_rate is not None or asked.rates:
             raise ConfigError("--rate-scale multiplies a trace's own rate: leave out --request-rate and --rates")
         if not demand.follows_trace:
             raise ConfigError("--rate-scale multiplies a trace's own rate, but this --trace has no arrival times")
-    if demand.burstiness == 1 or asked.rates is not None:
+    if demand.burstiness == 1 or asked.rates:
         return
     if demand.follows_trace:
         raise ConfigError("--burstiness draws arrival times, but this --trace has its own: give --request-rate as well")

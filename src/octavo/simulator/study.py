@@ -55,7 +55,7 @@ class Study:
             figures = _refused(plan, demand) if replicas is None else replicas[1].report() | _note(replicas[1], targets)
             yield {"replicas": replicas and replicas[0]} | figures
         else:
-            for rate in [None] if self.asked.rates is None else _rates(self.asked.rates, plan, demand):
+            for rate in _rates(self.asked.rates, plan, demand) if self.asked.rates else [None]:
                 at_rate = demand if rate is None else replace(demand, request_rate=rate)
                 results = simulate(plan, at_rate)
                 steady = (rate is not None or targets.given) and math.isfinite(at_rate.mean_rate)
@@ -149,16 +149,9 @@ def _price(point: Mapping[str, Any], per_hour: float | None) -> dict[str, Any]:
     return {"price_per_million_tokens": round(servers * per_hour / 3600 / point["output_tok_s"] * 1e6, 4), **fleet}
 
 
-def _rates(text: str, plan: Plan, demand: Demand) -> list[float]:
-    if text == "auto":
+def _rates(asked: Sequence[float | str], plan: Plan, demand: Demand) -> list[float]:
+    if "auto" in asked:
         at_once = simulate(plan, replace(demand, request_rate=math.inf))
         most = at_once.per_second(at_once.completed)
         return [float(f"{most * part / _NUM_RATES:.3g}") for part in range(1, _NUM_RATES + 1)] if most else []
-    try:
-        rates = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"cannot read {text!r} as rates: write 1,2,4 or auto") from None
-    for rate in rates:
-        if not rate > 0:
-            raise ConfigError(f"each of --rates must be above 0, got {rate:g}")
-    return rates
+    return [float(rate) for rate in asked]

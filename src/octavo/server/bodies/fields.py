@@ -125,7 +125,8 @@ class Field:
         """Return the value to keep.
 
         Raises:
-            FieldError: it has a wrong type, is too long a text, or asks for a feature that is not supported.
+            FieldError: it has a wrong type, is out of range or too long a text, or asks for a feature that is not
+                supported.
         """
         name = where + self.name
         if self.by_presence is not None and self.asks(value):
@@ -139,7 +140,7 @@ class Field:
         if type(value) in self.plain_classes:
             if self.limit is not None:
                 limits.at_most(self.limit, name, len(value), "characters")
-            return value
+            return value if self.like is None else options_of(SamplingParams)[self.like].checked(value, name)
         matching = [each for each in self.types if each.fits(value)]
         if not matching:
             raise FieldError(name, f"must be {words_of(self.types)}, got {shown(value)}")

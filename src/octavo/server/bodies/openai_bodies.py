@@ -282,12 +282,8 @@ class ChatBody(GenerationBody):
         """Return the sampling parameters; see `params`."""
         if any(modality != "text" for modality in self.modalities or ()):
             raise FieldError("modalities", f"other than text are not supported, got {shown(self.modalities)}")
-        if self.top_logprobs:
-            if not self.logprobs:
-                raise FieldError("top_logprobs", "needs {} to be true", "logprobs")
-            most = options_of(SamplingParams)["logprobs"].most
-            if not 0 <= self.top_logprobs <= (most or 0):
-                raise FieldError("top_logprobs", f"must be between 0 and {most}, got {shown(self.top_logprobs)}")
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError("top_logprobs", "needs {} to be true", "logprobs")
         limit, older = self.max_completion_tokens, self.sampling.get("max_tokens")
         if limit is not None and older is not None and older < 1:
             raise FieldError("max_tokens", f"must be at least 1, got {shown(older)}")
