@@ -20,9 +20,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
+from octavo.checkpoint.gguf_file import GGUFFile
 from octavo.checkpoint.model_source import ModelFormat, ModelSource, resolve_model
 from octavo.errors import ContextLengthError, CorruptModelError, ModelNotFoundError, RequestError, UnsupportedModelError
-from octavo.text.gguf_tokenizer import merges_by_score_in_python
+from octavo.text.gguf_tokenizer import build_tokenizer, merges_by_score_in_python
 from octavo.text.prompt_checks import check_text_length
 from octavo.text.tokenizer import Tokenizer, TokenizerFiles, read_ahead
 from tests.models import tiny
@@ -140,6 +141,34 @@ def test_a_byte_level_file_tokenises_as_transformers_by_its_pre_tokenizer(pre: s
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     assert_equal_on(SOME, Tokenizer.from_source(source), theirs)
+
+
+# How llama.cpp splits one text; its ids of the corpus above were the same with every name that is known but "default".
+SPLIT = {
+    "gpt-2": "It¦'s¦ I¦'¦LL¦ CamelCase¦ ¦ 12345¦ +¦9¦,¦8¦!/¦\n\n\n ¦ x漢字かなab¦.¦to",
+    "smollm": "It¦'s¦ I¦'¦LL¦ CamelCase¦  ¦1¦2¦3¦4¦5¦ +¦9¦,¦8¦!/¦\n\n\n ¦ x漢字かなab¦.¦to",
+    "glm4": "It¦'s¦ I¦'LL¦ CamelCase¦ ¦ ¦123¦45¦ +¦9¦,¦8¦!/\n\n\n¦ ¦ x漢字かなab¦.to",
+    "hunyuan": "It¦'s¦ I¦'LL¦ CamelCase¦ ¦ ¦1¦2¦3¦4¦5¦ +¦9¦,¦8¦!/\n\n\n¦ ¦ x漢字かなab¦.to",
+    "gpt-4o": "It's¦ I'LL¦ Camel¦Case¦ ¦ ¦123¦45¦ +¦9¦,¦8¦!/\n\n\n¦ ¦ x漢字かなab¦.to",
+    "tekken": "It¦'s¦ I¦'LL¦ Camel¦Case¦ ¦ ¦1¦2¦3¦4¦5¦ +¦9¦,¦8¦!/\n\n\n¦ ¦ x漢字かなab¦.to",
+    "deepseek-v3": "It¦'s¦ I¦'LL¦ CamelCase¦  ¦123¦45¦ +¦9¦,¦8¦!/\n\n\n¦ ¦ x¦漢字かな¦ab¦.to",
+    "deepseek-llm": "It¦'¦s¦ I¦'¦LL¦ CamelCase¦  ¦12345¦ +¦9¦,¦8¦!/¦\n¦\n¦\n¦ ¦ x¦漢字かな¦ab¦.¦to",
+    "deepseek-coder": "It¦'¦s¦ I¦'¦LL¦ CamelCase¦  ¦1¦2¦3¦4¦5¦ +¦9¦,¦8¦!/¦\n¦\n¦\n¦ ¦ x¦漢字かな¦ab¦.¦to",
+    "falcon": "It¦'¦s¦ I¦'¦LL¦ CamelCase¦ ¦ ¦123¦45¦ ¦+¦9¦,¦8¦!/¦\n\n\n ¦ x漢字かなab¦.¦to",
+    "bailingmoe2": "It¦'s¦ I¦'LL¦ CamelCase¦ ¦ ¦1¦2¦3¦4¦5¦ +¦9¦,¦8¦!/\n\n\n¦ ¦ x漢字かなab¦.to",
+    "seed-coder": "It¦'s¦ I¦'LL¦ CamelCase¦ ¦ ¦1¦2¦3¦4¦5¦ +¦9¦,¦8¦!/¦\n\n\n¦ ¦ x漢字かなab¦.to",
+    "jais-2": "It¦'s¦ I¦'LL¦ CamelCase¦ ¦ ¦123¦45¦ +¦9¦,¦8¦!/\n\n\n¦ ¦ x漢字かなab¦.to",
+}
+
+
+def test_a_byte_level_file_splits_text_as_its_pre_tokenizer_does_in_llama_cpp(tmp_path: Path) -> None:
+    for name, split in SPLIT.items():
+        path = tmp_path / f"{name}.gguf"
+        write_vocabulary(path, lambda writer, pre=name: tiny.add_byte_level_vocabulary(writer, pre=pre))
+        backend, _ = build_tokenizer(GGUFFile(path))
+        text = split.replace("¦", "")
+        pieces = backend.pre_tokenizer.pre_tokenize_str(text)
+        assert "¦".join(text[start:end] for _, (start, end) in pieces) == split, name
 
 
 def test_a_pre_tokenizer_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:

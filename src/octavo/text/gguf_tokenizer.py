@@ -37,51 +37,85 @@ class _PreTokenizer:
     """The rule that splits text before merging.
 
     Attributes:
-        pattern: regular expression of a piece; None for GPT-2's pattern, which is built into `tokenizers`.
-        single_digits: whether every digit is split off before anything else.
+        patterns: regular expressions, each of which splits what those before it have left or found; its matches are
+            pieces, and so is the text between two of them.
         ignore_merges: whether a piece that is a token as a whole becomes that token regardless of merges.
         add_bos: whether a BOS token is added if the file does not say so.
     """
 
-    pattern: str | None = None
-    single_digits: bool = False
+    patterns: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
 
     def build(self) -> pre_tokenizers.PreTokenizer:
-        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.pattern is None)
-        if self.pattern is not None:
-            return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(self.pattern), "isolated"), bytes_only])
-        if self.single_digits:
-            return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_only])
-        return bytes_only
+        # Both of these patterns are built into `tokenizers`, where they are faster.
+        *others, last = self.patterns
+        built_in = last == _GPT2
+        steps = [
+            pre_tokenizers.Digits(individual_digits=True)
+            if pattern == _DIGIT
+            else pre_tokenizers.Split(Regex(pattern), "isolated")
+            for pattern in (others if built_in else self.patterns)
+        ]
+        return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=built_in)])
 
 
+_DIGIT, _DIGITS = r"\p{N}", r"\p{N}{1,3}"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+_WORD, _SIGNS = rf"{_BEFORE_WORD}\p{{L}}+", r" ?[^\s\p{L}\p{N}]+"
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
-_GPT2 = _PreTokenizer()
-_DIGITS_THEN_GPT2 = _PreTokenizer(single_digits=True)
-_LLAMA3 = _PreTokenizer(
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}",
-    ignore_merges=True,
-    add_bos=True,
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|{_DIGITS}|{_SIGNS}[\r\n]*|{_TAIL}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|{_DIGIT}|{_SIGNS}[\r\n]*|{_TAIL}"
+_SPACES = "|".join(rf"\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1))  # in runs of powers of two
+_JAIS2 = rf"{_CONTRACTIONS}|{_WORD}|{_DIGITS}|{_SIGNS}[\r\n]*|\s*[\r\n]+|{_SPACES}|\s{{1,2}}(?!\S)|\s"
+_SEED = rf"{_CONTRACTIONS}|{_WORD}|{_DIGIT}|{_SIGNS}|{_TAIL}"
+_BAILING = rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}|{_DIGIT}|{_SIGNS}[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_TEKKEN = rf"{_BEFORE_WORD}{_UPPER}*{_LOWER}+|{_BEFORE_WORD}{_UPPER}+{_LOWER}*|{_DIGIT}|{_SIGNS}[\r\n/]*|{_TAIL}"
+_GPT4O = (
+    rf"{_BEFORE_WORD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_BEFORE_WORD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|{_DIGITS}|{_SIGNS}[\r\n/]*|{_TAIL}"
 )
-_QWEN2 = _PreTokenizer(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}")
-_TEKKEN = _PreTokenizer(
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}",
-    ignore_merges=True,
-    add_bos=True,
+_DEEPSEEK3 = (
+    _DIGITS,
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _TAIL,
 )
+_CJK = "[一-龥\u0800-一가-\ud7ff]+"
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+    r"\s+$",
+    _CJK,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT)
+_FALCON = (r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9]{3}")
 
 _PRE_TOKENIZERS = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "mellum", "gigachat"), _GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "command-r", "exaone"), _DIGITS_THEN_GPT2),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _QWEN2),
-    "tekken": _TEKKEN,
+    name: rule
+    for names, rule in (
+        ("default gpt-2 phi-2 mellum gigachat a.x-4.0 mpt olmo jais exaone4", _PreTokenizer((_GPT2,))),
+        ("trillion granite-docling", _PreTokenizer((_GPT2,))),
+        ("smollm starcoder refact codeshell command-r exaone minerva-7b", _PreTokenizer((_DIGIT, _GPT2))),
+        ("llama-bpe llama3 llama-v3 falcon3 midm-2.0 pixtral", _PreTokenizer((_LLAMA3,), True, True)),
+        ("dbrx smaug-bpe glm4 chatglm-bpe", _PreTokenizer((_LLAMA3,))),
+        ("qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan solar-open", _PreTokenizer((_QWEN2,))),
+        ("gpt-4o llama4 kanana2 minimax-m2", _PreTokenizer((_GPT4O,))),
+        ("tekken", _PreTokenizer((_TEKKEN,), True, True)),
+        ("deepseek-v3 hunyuan-dense", _PreTokenizer(_DEEPSEEK3)),
+        ("deepseek-llm", _PreTokenizer(_DEEPSEEK_LLM)),
+        ("deepseek-coder", _PreTokenizer(_DEEPSEEK_CODER)),
+        ("falcon", _PreTokenizer(_FALCON)),
+        ("bailingmoe bailingmoe2", _PreTokenizer((_BAILING,))),
+        ("seed-coder", _PreTokenizer((_SEED,))),
+        ("jais-2", _PreTokenizer((_JAIS2,))),
+    )
+    for name in names.split()
 }
 
 _SPECIAL_TOKEN_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
