@@ -33,7 +33,7 @@ _TOLERANCES = {torch.bfloat16: 2.0**-6, torch.float32: 1e-4}  # relative to the 
 _PLAIN, _OPS = LayerOps(), KernelOps()
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
-_Matrix = tuple[torch.Tensor, torch.Tensor | None]
+_Projection = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _Trial(Attention):
@@ -257,10 +257,10 @@ def _as_gated_mlp(
     return None
 
 
-def _gates(matrices: list[nn.Linear]) -> Iterator[tuple[_Matrix, _Matrix, nn.Linear]]:
+def _gates(matrices: list[nn.Linear]) -> Iterator[tuple[_Projection, _Projection, nn.Linear]]:
     """Yield what may be a gate and what it gates, and the matrix that may follow."""
     for *before, down in permutations(matrices):
-        parts: list[_Matrix] = [(matrix.weight, matrix.bias) for matrix in before]
+        parts: list[_Projection] = [(matrix.weight, matrix.bias) for matrix in before]
         if len(before) == 1:
             weight, bias = parts[0]
             halves = (None, None) if bias is None else bias.chunk(2)
@@ -271,7 +271,7 @@ def _gates(matrices: list[nn.Linear]) -> Iterator[tuple[_Matrix, _Matrix, nn.Lin
                 yield parts[1], parts[0], down
 
 
-def _biases(parts: list[_Matrix]) -> list[torch.Tensor]:
+def _biases(parts: list[_Projection]) -> list[torch.Tensor]:
     """Return the biases of matrices that become one, zeros where some have none; nothing if none has any."""
     if all(bias is None for _, bias in parts):
         return []
@@ -314,7 +314,7 @@ def _as_attention(
         for turned in (angles, None):
             ours = _PLAIN.rotate_heads(qkv, heads, norm, rotation_by(turned, len(qkv)))
             if all(map(_agree, ours, theirs)):
-                parts: list[_Matrix] = [(each.weight, each.bias) for each in projections]
+                parts: list[_Projection] = [(each.weight, each.bias) for each in projections]
                 biases = _biases(parts)
                 weight, bias = torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None
                 packed = _replace(module, matrices, PackedProduct(weight, bias, format), output, format)
