@@ -64,7 +64,7 @@ def test_the_answer_is_the_same_from_a_pinned_prefix(make_llm: MakeLLM, tiny_lla
 def test_a_time_that_is_not_positive_is_refused(make_llm: MakeLLM, tiny_llama: Path) -> None:
     llm = make_llm(tiny_llama)
     for ttl in (0, -1, float("nan"), True):
-        with pytest.raises(RequestError, match="ttl_seconds must be positive"):
+        with pytest.raises(RequestError, match="ttl_seconds must be above 0"):
             llm.pin_prefix(PREFIX, ttl)
     with pytest.raises(ConfigError, match=r"pin_budget must be between 0 and 1, got 1.5"):
         make_llm(tiny_llama, pin_budget=1.5)

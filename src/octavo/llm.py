@@ -17,7 +17,7 @@ from octavo.engine.builder import build_engine
 from octavo.engine.input_processor import Prompt
 from octavo.engine.inspection import EngineInfo, PinInfo, list_pins
 from octavo.engine.outputs import EmbeddingOutput, EmbeddingRequestOutput, OutputKind, RequestOutput
-from octavo.errors import RequestError, RequestFailedError
+from octavo.errors import FieldError, RequestError, RequestFailedError, shown
 from octavo.pooling import Pooling
 from octavo.request import PinReceipt, PinRequest, Request, RequestContext, RequestId
 from octavo.sampling_params import SamplingParams
@@ -139,7 +139,7 @@ class LLM:
         try:
             how = self.info.pooling if pooling is None else Pooling(pooling)
         except ValueError:
-            raise RequestError(f"pooling must be 'last' or 'mean', got {pooling!r}", param="pooling") from None
+            raise FieldError("pooling", f"must be one of last, mean, got {shown(pooling)}") from None
         prompts = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         requests = self._make_requests(prompts, SamplingParams(), pooling=how)
         found = []
@@ -167,7 +167,7 @@ class LLM:
             RequestFailedError: computing the prefix failed.
         """
         if isinstance(ttl_seconds, bool) or not ttl_seconds > 0:
-            raise RequestError(f"ttl_seconds must be positive, got {ttl_seconds!r}", param="ttl_seconds")
+            raise FieldError("ttl_seconds", f"must be above 0, got {shown(ttl_seconds)}")
         # The engine always samples after a prompt; the sampled token is ignored.
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         ((request, text),) = self._make_requests([prompt], params)
@@ -301,7 +301,7 @@ def _read_prompt(prompt: PromptLike) -> tuple[Prompt, dict[str, Any]]:
     if isinstance(prompt, str):
         return prompt, {}
     if not isinstance(prompt, Mapping):
-        raise RequestError(f"a prompt is text or a dictionary, got {prompt!r}", param="prompt")
+        raise FieldError("prompt", f"must be a string or a dictionary, got {shown(prompt)}")
     options = dict(prompt)
     text, token_ids = options.pop("prompt", None), options.pop("prompt_token_ids", None)
     if (text is None) == (token_ids is None):
@@ -310,8 +310,8 @@ def _read_prompt(prompt: PromptLike) -> tuple[Prompt, dict[str, Any]]:
         raise RequestError(f"unknown key {unknown[0]!r} in a prompt dictionary", param="prompt")
     if token_ids is None:
         if not isinstance(text, str):
-            raise RequestError(f"'prompt' must be text, got {text!r}", param="prompt")
+            raise FieldError("prompt", f"must be a string, got {shown(text)}")
         return text, options
     if isinstance(token_ids, str) or not isinstance(token_ids, Seq):
-        raise RequestError(f"'prompt_token_ids' must be a list of token ids, got {token_ids!r}", param="prompt")
+        raise FieldError("prompt_token_ids", f"must be a list of integers, got {shown(token_ids)}")
     return token_ids, options

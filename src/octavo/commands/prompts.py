@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from octavo.errors import ConfigError, RequestError
+from octavo.errors import ConfigError, FieldError, RequestError, shown
 from octavo.sampling_params import SamplingParams
 from octavo.text_file import read_text
 
@@ -96,7 +96,7 @@ def _check_shape(kind: str, given: object) -> None:
         good = isinstance(given, list) and bool(given) and all(isinstance(message, dict) for message in given)
         wanted = "a list of messages"
     if not good:
-        raise RequestError(f"{kind} must be {wanted}", param=kind)
+        raise FieldError(kind, f"must be {wanted}, got {shown(given)}")
 
 
 def _line_params(options: dict[str, Any]) -> SamplingParams:
