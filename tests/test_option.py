@@ -10,6 +10,7 @@ import pytest
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -53,4 +54,13 @@ def test_an_option_of_the_wrong_type_is_refused_by_name(name: str, value: object
 )
 def test_values_that_stand_for_the_type_are_taken(name: str, value: object) -> None:
     options: dict[str, Any] = {"model": "m", name: value}
-    EngineConfig(**options)
+    kept = getattr(EngineConfig(**options), name)
+    assert type(kept).__module__ != "numpy"
+    assert type(kept) is float or name not in ("pin_budget", "itl_slo_ms")
+
+
+def test_lists_and_numbers_of_parameters_are_pythons_own() -> None:
+    given: Any = {"n": np.int64(2), "temperature": np.float32(0.5), "stop_token_ids": range(3), "seed": np.int64(7)}
+    params = SamplingParams(**given)
+    assert [type(value) for value in (params.n, params.temperature, params.seed)] == [int, float, int]
+    assert params.stop_token_ids == frozenset({0, 1, 2})
