@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import mmap
 import struct
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,19 @@ def test_a_file_cut_short_anywhere_is_corrupt(share: float, path: Path, tmp_path
     (tmp_path / "cut.gguf").write_bytes(content[: max(4, int(len(content) * share))])
     with pytest.raises(CorruptModelError, match="truncated or corrupt"):
         GGUFFile(tmp_path / "cut.gguf")
+
+
+def test_a_file_larger_than_memory_can_still_be_read_about(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = mmap.mmap
+
+    def limited(descriptor: int, length: int, access: int) -> mmap.mmap:
+        if access == mmap.ACCESS_COPY:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return real(descriptor, length, access=access)
+
+    expected = GGUFFile(path).dequantize("token_embd.weight")
+    monkeypatch.setattr(mmap, "mmap", limited)
+    assert np.array_equal(GGUFFile(path).dequantize("token_embd.weight"), expected)
 
 
 def test_absurd_counts_are_corrupt_and_allocate_nothing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endia
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -88,6 +89,17 @@ class _Array:
 _headers: dict[tuple[Path, int, int, int], tuple[dict[str, Any], dict[str, GGUFTensor]]] = {}
 
 
+def _mapped(descriptor: int) -> mmap.mmap:
+    """Map a file copy-on-write, so that numpy and torch may treat views of it as ordinary, writable memory."""
+    try:
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        # Linux maps no more writable memory than it has. Such a model is refused once its parts have been added up.
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+
+
 class GGUFFile:
     """One GGUF file, mapped into memory: cheap to open, with tensors that are only read when needed.
 
@@ -105,8 +117,7 @@ class GGUFFile:
                 self.size = status.st_size
                 if file.read(4) != b"GGUF":
                     raise CorruptModelError(f"{path} is not a GGUF file: it does not begin with the bytes 'GGUF'")
-                # Copy-on-write: numpy and torch may then treat views of the file as ordinary, writable memory.
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._map = _mapped(file.fileno())
         except (FileNotFoundError, IsADirectoryError) as error:
             raise ModelNotFoundError(f"there is no GGUF file at {path}") from error
         # Starting a server opens the file five times.
