@@ -17,7 +17,7 @@ from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedMode
 from octavo.models.loader import expected_shapes
 from octavo.models.transformers_bridge import TransformersModel
 from octavo.planner.known_models import KNOWN_MODELS
-from octavo.planner.model_shape import COUNTED_ARCHITECTURES, divide, even_groups, model_shape
+from octavo.planner.model_shape import divide, even_groups, model_shape
 from octavo.planner.sources import find_shape
 from tests.models.tiny import make_model, write_gguf, write_hf_model
 
@@ -103,11 +103,11 @@ def test_windows_follow_the_familys_rule_where_layer_types_are_not_listed(
 
 
 @given(
-    architecture=st.sampled_from([name for name in NATIVE_ARCHITECTURES if name in COUNTED_ARCHITECTURES]),
+    architecture=st.sampled_from(sorted(NATIVE_ARCHITECTURES)),
     kv_heads=st.integers(1, 4),
     share=st.integers(1, 4),
     sizes=st.tuples(*[st.integers(1, 40)] * 6),
-    flags=st.tuples(*[st.booleans()] * 5),
+    flags=st.tuples(*[st.booleans()] * 8),
     experts=st.none()
     | st.builds(
         ExpertsConfig,
@@ -123,11 +123,12 @@ def test_native_families_are_counted_as_the_loader_expects_them(
     kv_heads: int,
     share: int,
     sizes: tuple[int, int, int, int, int, int],
-    flags: tuple[bool, bool, bool, bool, bool],
+    flags: tuple[bool, ...],
     experts: ExpertsConfig | None,
 ) -> None:
     vocab, hidden, inner, layers, head_dim, value_dim = sizes
-    qkv_bias, output_bias, mlp_bias, qk_norm, tied = flags
+    qkv_bias, output_bias, mlp_bias, qk_norm, tied, gated, biased_norms, head_bias = flags
+    norms: dict[str, Any] = {"norm": "layer", "norm_weights": qkv_bias, "norm_bias": True} if biased_norms else {}
     config = ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
@@ -144,7 +145,9 @@ def test_native_families_are_counted_as_the_loader_expects_them(
         output_bias=output_bias,
         mlp_bias=mlp_bias,
         experts=experts,
-        layer=LayerDescription(qk_norm="head" if qk_norm else "none", sinks=qk_norm),
+        hidden_act="silu" if gated else "xielu",
+        head_bias=head_bias,
+        layer=LayerDescription(qk_norm="head" if qk_norm else "none", sinks=qk_norm, gated=gated, **norms),
         tie_word_embeddings=tied,
     )
     elements = 0
@@ -200,12 +203,12 @@ def test_a_gguf_file_counts_as_the_folder_it_was_made_from(tmp_path: Path) -> No
 
 
 def test_another_architecture_is_counted_from_its_files(tmp_path: Path) -> None:
-    config = transformers.PhiConfig(**SIZES)
-    model = transformers.PhiForCausalLM(config)
+    config = transformers.PersimmonConfig(**SIZES)
+    model = transformers.PersimmonForCausalLM(config)
     model.save_pretrained(tmp_path)
     assert find_shape(str(tmp_path)).parameters.total == model.num_parameters()
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedModelError, match=r"PhiForCausalLM.*safetensors"):
+    with pytest.raises(UnsupportedModelError, match=r"PersimmonForCausalLM.*safetensors"):
         find_shape(str(tmp_path))
 
 

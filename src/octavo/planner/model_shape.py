@@ -111,10 +111,6 @@ class ModelShape:
         return kv_dtype(option, self.config.kv_cache_dtype or dtype, len(self.kv_layers))
 
 
-# Native families whose layers have the parts that `_Counter` counts; others are counted in their files.
-COUNTED_ARCHITECTURES = tuple(name for name, native in NATIVE_ARCHITECTURES.items() if native.layer.gated)
-
-
 def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = None) -> ModelShape:
     """Return the shape of a model.
 
@@ -127,9 +123,9 @@ def model_shape(name: str, config: ModelConfig, raw: Mapping[str, Any] | None = 
     """
     fields = ConfigFields({**(raw or {}), **((raw or {}).get("text_config") or {})}, name)
     architecture = text_architecture(config.architecture, fields.get("model_type"))
-    if architecture not in COUNTED_ARCHITECTURES:
+    if architecture not in NATIVE_ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{name}: the calculator cannot count {architecture}; it knows {', '.join(COUNTED_ARCHITECTURES)}"
+            f"{name}: the calculator cannot count {architecture}; it knows {', '.join(NATIVE_ARCHITECTURES)}"
         )
     notes = [] if architecture == config.architecture else ["the text model alone, without the vision tower"]
     counter = _Counter(config, fields)
@@ -241,7 +237,7 @@ class _Counter:
             head=0 if config.tie_word_embeddings else embedding + config.vocab_size * int(config.head_bias),
             kv_projections=layers * kv,
             divided=layers * divided + mlp_divided,
-            whole=layers * whole + (layers * config.layer.num_norms + 1) * self._norm() + mlp_whole,
+            whole=layers * whole + (layers * config.layer.num_norms + 1) * self._norm(hidden) + mlp_whole,
         )
 
     def attention_width(self) -> int:
@@ -253,9 +249,9 @@ class _Counter:
     def experts(self) -> RoutedExperts | None:
         return _routed_experts(self._config, self._num_sparse_layers())
 
-    def _norm(self) -> int:
-        """Return the parameters of a norm of the residual."""
-        return self._config.hidden_size * (int(self._config.layer.norm_weights) + int(self._config.layer.norm_bias))
+    def _norm(self, width: int) -> int:
+        """Return the parameters of a norm."""
+        return width * (int(self._config.layer.norm_weights) + int(self._config.layer.norm_bias))
 
     def _attention(self) -> tuple[int, int, int]:
         """Return one layer's KV projections, other divided parameters, and whole parameters."""
@@ -264,7 +260,7 @@ class _Counter:
         kv = config.num_kv_heads * (config.head_dim + config.value_dim) * (hidden + bias)
         query = config.num_heads * config.head_dim * (hidden + bias)
         normalised = {"head": 2, "projection": config.num_heads + config.num_kv_heads, "none": 0}[config.layer.qk_norm]
-        whole = normalised * config.head_dim + hidden * int(config.output_bias)
+        whole = self._norm(normalised * config.head_dim) + hidden * int(config.output_bias)
         whole += config.num_heads if config.layer.sinks else 0
         return kv, query + config.attended_width * hidden, whole
 
@@ -282,9 +278,11 @@ class _Counter:
         """Return the divided and the whole parameters of all layers' MLPs."""
         config, hidden = self._config, self._config.hidden_size
         sparse = self._num_sparse_layers()
-        dense_bias, whole_bias = (2 * config.intermediate_size, hidden) if config.mlp_bias else (0, 0)
-        divided = (config.num_layers - sparse) * (3 * hidden * config.intermediate_size + dense_bias)
-        whole = (config.num_layers - sparse) * whole_bias
+        first = config.intermediate_size * (2 if config.layer.gated else 1)  # outputs of the first product
+        dense_bias, whole = (first, hidden) if config.mlp_bias else (0, 0)
+        divided = (config.num_layers - sparse) * (hidden * (first + config.intermediate_size) + dense_bias)
+        whole += 3 * int(config.hidden_act == "xielu")
+        whole *= config.num_layers - sparse
         if sparse and (experts := config.experts):
             inner = experts.count * experts.intermediate_size + experts.shared_intermediate_size
             divided += sparse * 3 * hidden * inner

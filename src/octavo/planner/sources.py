@@ -7,13 +7,14 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+from octavo.checkpoint.families import NATIVE_ARCHITECTURES
 from octavo.checkpoint.hf_config import hf_model_config, read_json
 from octavo.checkpoint.model_config import ModelConfig
 from octavo.checkpoint.model_source import ModelFormat, ModelSource, load_model_config, resolve_model
 from octavo.checkpoint.packaged_model import PACKAGED_MODEL, packaged_gguf
 from octavo.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
 from octavo.planner.known_models import KNOWN_MODELS, known_config, nearest_names
-from octavo.planner.model_shape import COUNTED_ARCHITECTURES, ModelShape, model_shape, shape_of_checkpoint
+from octavo.planner.model_shape import ModelShape, model_shape, shape_of_checkpoint
 
 _LONGEST_HEADER = 100_000_000  # the safetensors format's own limit
 
@@ -65,7 +66,7 @@ def shape_of_source(source: ModelSource, config: ModelConfig) -> ModelShape:
         if not files:
             raise UnsupportedModelError(
                 f"{source.path} is a {config.architecture}, whose parameters can be counted only from its safetensors "
-                f"files, which are not there; from the config.json alone: {', '.join(COUNTED_ARCHITECTURES)}"
+                f"files, which are not there; from the config.json alone: {', '.join(NATIVE_ARCHITECTURES)}"
             ) from None
         return shape_of_checkpoint(source.name, config, sum(map(_count_parameters, files)))
 
