@@ -152,6 +152,9 @@ def fuse_modules(model: Any, max_positions: int, format: OnlineFormat | None = N
     Args:
         max_positions: the longest sequence.
         format: see `pack_modules`.
+
+    Raises:
+        Exception: whatever the model's own code raises for the trial's inputs. The model computes the same as before.
     """
     trial = _Trial()
     calls: dict[nn.Module, _Call] = {}
@@ -167,15 +170,16 @@ def fuse_modules(model: Any, max_positions: int, format: OnlineFormat | None = N
             run_through(model, trial, torch.zeros_like(positions), positions, torch.zeros_like(positions))
             for hook in hooks:
                 hook.remove()
-            for module, call in reversed(calls.items()):  # parts before what has them
+            while calls:  # the last ones first: parts come before what has them, and what they had is freed
+                module, call = calls.popitem()
                 found = _recognise(module, call, trial, fused, format)
                 if found is not None:
                     fused[module] = found
                     module.forward = found.forward
-            layers = [(module, layer) for module in calls if isinstance(layer := fused.get(module), _Layer)]
+            layers = [(module, layer) for module, layer in fused.items() if isinstance(layer, _Layer)]
             if not layers:
                 return FusedLayers()
-            module, layer = layers[-1]
+            module, layer = layers[0]
             module.forward = replace(layer, is_last=True).forward
             return FusedLayers(len(layers) == len(trial.seen), _may_keep_rows(model, trial, positions))
     finally:
@@ -348,7 +352,6 @@ def _replace(
     for name, child in list(module.named_children()):
         if child in matrices:
             delattr(module, name)
-            child.weight = None  # type: ignore[assignment]  # frees it
     module.packed_in, module.packed_out = packed
     return packed
 

@@ -6,6 +6,7 @@ Importing transformers takes seconds, so it happens in the functions that need i
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from octavo.models.fused_modules import FusedLayers, fuse_modules
 from octavo.models.packed_modules import OnlineFormat, can_pack, pack_modules
 from octavo.models.transformers_attention import ATTENTION, PagedStep, probe_layers, register_attention, run_through
 from octavo.storage.layer_kv import LayerKV
+
+logger = logging.getLogger(__name__)
 
 # Rows up to which torch's operations take one thread. More threads spin after each of these short operations, on cores
 # that the kernels' threads need: with 8 rows, a step took three times the processor time.
@@ -69,7 +72,10 @@ class TransformersModel(CausalLM):
         self.eos_token_ids = _eos_token_ids(model.generation_config, text_config)
         probe = probe_layers(model, self.max_position_embeddings)
         if self._packed:
-            self._fused = fuse_modules(model, self.max_position_embeddings, format)
+            try:
+                self._fused = fuse_modules(model, self.max_position_embeddings, format)
+            except Exception as error:  # the model's own code, for inputs that it may not expect
+                logger.warning("%s: some modules run slower than they could: %r", self.architecture, error)
             pack_modules(model, format)
             probe = probe_layers(model, self.max_position_embeddings)
         self.kv_layers = tuple(probe.layers)
