@@ -57,7 +57,7 @@ class AcceptedKeys:
     @property
     def needs_key(self) -> bool:
         """Whether clients must send a key."""
-        return bool(self.clients.clients)
+        return len(self.clients) > 0
 
     @property
     def kv_amounts(self) -> KVAmounts:
