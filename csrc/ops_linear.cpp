@@ -23,6 +23,7 @@ constexpr int64_t kBytesWorthAThread = 32 << 10;
 // In bytes read by one row; a core reads 64 KiB in about three microseconds. To begin a task costs a third of one: the
 // first lines of its weights have not been prefetched.
 constexpr int64_t kWorkWorthAThread = 64 << 10, kMostWorkPerTask = 512 << 10;
+constexpr int64_t kRowsToDecode = 12;  // fewest rows of a task that decodes a quantised panel once for all
 constexpr int64_t kRowsThatCostNothing = 8;  // more than a core multiplies while it waits for the weights
 
 struct alignas(64) Line {
@@ -192,7 +193,10 @@ class Product {
             task.quants = quants(packed).at(at, task_.units, parts_);
         else
             task.x = as_it_is_ ? as_it_is_ : packed.units() + at * units_per_row;
-        if (in_tiles_) task.decoded = own_rows().decoded_room(tile_room(group_end - group_begin));
+        if (in_tiles_)
+            task.decoded = own_rows().decoded_room(tile_room(group_end - group_begin));
+        else if (quantises && task.groups.begin(group_end) - task.first_row >= kRowsToDecode)
+            task.decoded = own_rows().decoded_room(task.units * quant_layout(weight_.format).decoded_bytes());
         kernel_(task, group_begin, group_end, panel_begin, panel_end);
     }
 

@@ -40,7 +40,7 @@ constexpr int8_t kCodebooks[][16] = {
 };
 
 // A quantised format of GGUF: the weight of quant q is scale * (q - zero) + minimum, where q is stored, or is a number
-// of the codebook plus the zero. See quant.h for the panels.
+// of the codebook plus the zero. See quant_panels.h for the panels.
 struct QuantLayout {
     int inputs, stored_bytes;  // of a block in a file
     int low, high;             // a quant's bits, or its code's, in each of two planes
@@ -72,6 +72,10 @@ struct QuantLayout {
     }
     constexpr int planes_at() const { return factors_in_header() ? 0 : factor_bytes() * kPanelOutputs; }
     constexpr int section_bytes() const { return planes_at() + (low + high) * kSectionInputs / 8 * kPanelOutputs; }
+    // Of a section whose quants are bytes, and whose scales and minimums are floats.
+    constexpr int decoded_bytes() const {
+        return (kSectionInputs + scales_per_section() * (has_minimums() ? 2 : 1) * 4) * kPanelOutputs;
+    }
     constexpr int block_bytes() const { return header_bytes() + sections() * section_bytes(); }  // of a panel
     constexpr int64_t panel_bytes(int64_t all_sections) const {
         return (all_sections + sections() - 1) / sections() * header_bytes() + all_sections * section_bytes();
@@ -168,7 +172,7 @@ struct ProductTask {
     LinearOutput out;
     int64_t skipped;  // panels between the task's and those that its thread is likely to multiply next
     int units;        // of 32 bits in an output's floats; or sections
-    char* decoded;    // room for a panel of whole tile steps, to decode weights that are not bf16 panels
+    char* decoded;    // room to decode a panel, or some of its tile steps; null if that would not be worth it
 };
 
 }  // namespace octavo

@@ -36,7 +36,7 @@ class PanelPrefetch {
     template <int R, int Lines> [[gnu::always_inline]] void step(const char* panel, int line_stride = 64) {
         if constexpr (R <= kGemmRowsThatWait) {
             OCTAVO_UNROLL for (int line = 0; line < Lines; ++line)
-                __builtin_prefetch(panel + kGemmPrefetch + line * line_stride, 0, 3);
+                __builtin_prefetch(panel + kWeightPrefetch + line * line_stride, 0, 3);
         } else {
             OCTAVO_UNROLL for (int line = 0; line < Lines; ++line) __builtin_prefetch(next_ + line * 64, 0, 2);
             next_ += step_;
@@ -52,9 +52,9 @@ class PanelPrefetch {
     int64_t step_, part_;
 };
 
-// Calls body(rows as a constant, panel, its index, first row, prefetch) for each panel and each group of up to MostRows
-// rows. A body takes `steps` steps over a panel and prefetches at each.
-template <int MostRows, class Body>
+// Calls body(rows as a constant, panel, its index, first row, prefetch) for each panel and each group of LeastRows to
+// MostRows rows. A body takes `steps` steps over a panel and prefetches at each.
+template <int MostRows, int LeastRows = 1, class Body>
 [[gnu::always_inline]] inline void each_panel(const ProductTask& task, int64_t group_begin, int64_t group_end,
                                               int64_t panel_begin, int64_t panel_end, int64_t panel_bytes,
                                               int64_t steps, const Body& body) {
@@ -64,7 +64,7 @@ template <int MostRows, class Body>
         const char* next = weight + (panel + 1 < panel_end ? 1 : 1 + task.skipped) * panel_bytes;
         for (int64_t group = group_begin; group < group_end; ++group) {
             const int64_t row = task.groups.begin(group), rows = task.groups.begin(group + 1) - row;
-            with_constant<MostRows>(static_cast<int>(rows), [&](auto count) {
+            with_constant<MostRows, LeastRows>(static_cast<int>(rows), [&](auto count) {
                 body(count, weight, panel, row, prefetch.of(next, group - group_begin));
             });
         }

@@ -1,26 +1,4 @@
-// Matrix products with quantised weights, for any number of rows.
-//
-// GGUF's formats are rearranged into panels of 32 outputs, two vectors of 16 lanes, so that nothing is summed across
-// lanes; the last panel is padded with zeros. A block has a header and sections of 32 inputs, see QuantLayout:
-//
-//     | scales 32 x f16 | minimums 32 x f16 | section 0 | section 1 | ..
-//     | factors 2 x 32 x u8 | low plane | high plane |                                  a section, see Factors
-//     | scales 32 x f16 | factors 32 x u8 of section 0 | of section 1 | ..              a header with all factors
-//     | vector 0: outputs 0 .. 15 | outputs 16 .. 31 | vector 1: .. | ..                a plane: as many as it has bits
-//
-// A section's quants are eight quads, of inputs 4j .. 4j+3. In a plane of B bits quad j is in vector j % B, from bit
-// j / B * B of each byte on. A quant's lower bits are in the low plane, its others in the high one:
-//
-//     Q4, low plane   vector j, lane n: low nibbles are inputs 4j .. of output n, high ones 16 + 4j ..
-//     Q5, high plane  lane n: bit j of byte i is the fifth bit of input 4j + i
-//     Q8, low plane   vector j, lane n: inputs 4j .. 4j+3 of output n, plus 128
-//
-// Of a format with a codebook these are codes, which a table of 16 bytes turns into quants:
-//
-//     IQ4      code c is quant kCodebooks[iq4][c] + 128      (1 .. 241)
-//     MXFP4    code c is quant kCodebooks[e2m1][c] + 12      (0 .. 24)
-//
-// A section begins where a cache line does, no vector crosses one, and a panel is read from its beginning to its end.
+// Matrix products with the quantised weights of quant_panels.h, for any number of rows.
 //
 // Activations are quantised to int8: a section of a row has the scale s, 1/127 of its largest magnitude, and is the
 // integers xq times s:
@@ -38,71 +16,10 @@
 
 #include "level/gemm.h"
 #include "level/interleave.h"
+#include "level/quant_panels.h"
 #include "level/row_pairs.h"
 
 namespace octavo::OCTAVO_LEVEL {
-
-template <int Shift> inline U16 shifted(U16 a) {
-    if constexpr (Shift > 0)
-        return shift_left<Shift>(a);
-    else if constexpr (Shift < 0)
-        return shift_right<-Shift>(a);
-    else
-        return a;
-}
-
-// Quad J's bits of a plane, moved to bit To of each byte.
-template <int Bits, int J, int To> [[gnu::always_inline]] inline U16 plane_bits(const uint8_t* plane) {
-    const U16 bits = U16::load(plane + J % Bits * 128);
-    if constexpr (Bits == 8) return bits;
-    return shifted<To - J / Bits * Bits>(bits) & U16::set1((0x01010101u * ((1u << Bits) - 1)) << To);
-}
-// The quants of a format's codes.
-template <WeightFormat F> struct CodeTable {
-    alignas(16) uint8_t quants[16];
-    constexpr CodeTable() : quants() {
-        constexpr QuantLayout layout = quant_layout(F);
-        for (int code = 0; code < 16; ++code)
-            quants[code] = static_cast<uint8_t>(kCodebooks[static_cast<int>(layout.codebook)][code] + layout.zero);
-    }
-};
-template <WeightFormat F> constexpr CodeTable<F> kCodeTable;
-
-// The quants of quad J of sixteen outputs.
-template <WeightFormat F, int J> [[gnu::always_inline]] inline U16 quad(const uint8_t* planes) {
-    constexpr QuantLayout layout = quant_layout(F);
-    const U16 low = plane_bits<layout.low, J, 0>(planes);
-    if constexpr (layout.codebook != Codebook::none)
-        return look_up(kCodeTable<F>.quants, low);
-    else if constexpr (layout.high == 0)
-        return low;
-    else
-        return low | plane_bits<layout.high, J, layout.low>(planes + layout.low * 128);
-}
-
-// A block's scale and minimum of the outputs of half a section, times their factors for the inputs of scale `part`.
-// `halves` are the half's numbers in the block's header, `at` the section's factors.
-template <WeightFormat F>
-[[gnu::always_inline]] inline F16 section_scale(const uint16_t* halves, const uint8_t* at, int half, int part) {
-    constexpr Factors kind = quant_layout(F).factors;
-    const uint8_t* factors = at + part * kPanelOutputs + half * 16;
-    if constexpr (kind == Factors::exponent) return as_float(shift_left<23>(widen(factors)));
-    const F16 scale = F16::load_half(halves);
-    if constexpr (kind == Factors::none) return scale;
-    if constexpr (kind == Factors::two_scales || kind == Factors::one_scale)
-        return scale * F16::from_int(widen_signed(factors));
-    if constexpr (kind == Factors::two_pairs) return scale * F16::from_int(widen(factors) & U16::set1(15));
-    return scale * F16::from_int(widen(factors));
-}
-template <WeightFormat F>
-[[gnu::always_inline]] inline F16 section_minimum(const uint16_t* halves, const uint8_t* at, int half, int part) {
-    constexpr Factors kind = quant_layout(F).factors;
-    const F16 minimum = F16::load_half(halves + kPanelOutputs);
-    if constexpr (kind == Factors::none) return minimum;
-    const uint8_t* factors = at + (kind == Factors::two_pairs ? part : 1) * kPanelOutputs + half * 16;
-    const U16 wide = widen(factors);
-    return minimum * F16::from_int(kind == Factors::two_pairs ? shift_right<4>(wide) : wide);
-}
 
 // Without a single instruction for it, products of bytes are first summed in 16 bits, two sums to a lane, as long as
 // these cannot overflow: a quant times an activation is at most 127 (2^bits - 1). Quants of eight bits are multiplied
@@ -117,17 +34,24 @@ inline U16 add_words(U16 acc, U16) { return acc; }
 inline U16 dot_signed(U16 acc, U16 a, U16 b) { return dot_bytes(acc, a ^ U16::set1(0x80808080u), b); }
 #endif
 // How many of the quads that share a scale are summed in words; 1: none.
-template <WeightFormat F> constexpr int quads_in_words() {
-    constexpr QuantLayout layout = quant_layout(F);
+constexpr int quads_in_words(const QuantLayout& layout) {
     int quads = 8 / layout.scales_per_section();
     while (quads > 1 && (!kSumsWords || quads * 2 * 127 * ((1 << layout.quant_bits()) - 1) > 32767)) quads /= 2;
     return quads;
 }
-template <WeightFormat F> [[gnu::always_inline]] inline U16 dot_quad(U16 acc, U16 weights, U16 x) {
-    if constexpr (quant_layout(F).quant_bits() < 8) return dot_small(acc, weights, x);
+template <int Bits> [[gnu::always_inline]] inline U16 dot_quad(U16 acc, U16 weights, U16 x) {
+    if constexpr (Bits < 8) return dot_small(acc, weights, x);
     if constexpr (kSumsWords) return dot_signed(acc, weights ^ U16::set1(0x80808080u), x);
     return dot_bytes(acc, weights, x);
 }
+
+// What differs between decoded panels: formats share the products with them.
+template <WeightFormat F> constexpr QuantLayout kDecodedLayout = [] {
+    constexpr QuantLayout layout = quant_layout(F);
+    constexpr int bits = layout.quant_bits();
+    return QuantLayout{0, 0, kSumsWords || bits == 8 ? bits : 7, 0, layout.has_minimums() ? 2 : 1,
+                       layout.scales_per_section() == 2 ? Factors::two_scales : Factors::none, 0};
+}();
 
 // The bits of the largest magnitude of 32 numbers. Compared as integers, magnitudes are ordered as numbers are, with
 // infinity and then NaN above them all.
@@ -271,11 +195,11 @@ void quantise_rows(const QuantLayout& layout, const char* const* rows, int count
 
 // The integer sums of R rows with T halves of a section, 16 outputs each, for the inputs that share the scale `Part`.
 // A broadcast activation is used for all halves: one port loads, one multiplies.
-template <WeightFormat F, int R, int T, int Part>
-[[gnu::always_inline]] inline void dot_part(const uint8_t* planes, const uint32_t* x, const uint32_t* sums,
+template <class Section, int R, int T, int Part>
+[[gnu::always_inline]] inline void dot_part(const Section& section, int first, const uint32_t* x, const uint32_t* sums,
                                             U16 (&dots)[R][T]) {
-    constexpr QuantLayout layout = quant_layout(F);
-    constexpr int kQuads = 8 / layout.scales_per_section(), kTogether = quads_in_words<F>();
+    constexpr QuantLayout layout = Section::kLayout;
+    constexpr int kQuads = 8 / layout.scales_per_section(), kTogether = quads_in_words(layout);
     OCTAVO_UNROLL for (int r = 0; r < R; ++r)
         OCTAVO_UNROLL for (int t = 0; t < T; ++t)
             dots[r][t] = layout.has_minimums() || (kSumsWords && layout.quant_bits() == 8) ? U16::zero()
@@ -284,7 +208,7 @@ template <WeightFormat F, int R, int T, int Part>
         join_pairs(dots);
         each_constant<kQuads / 2>([&](auto pair) __attribute__((always_inline)) {
             constexpr int j = Part * kQuads + pair * 2;
-            add_pairs(dots, quad<F, j>(planes), quad<F, j + 1>(planes), x + j * R);
+            add_pairs(dots, section.template quad<j>(first), section.template quad<j + 1>(first), x + j * R);
         });
         return split_pairs(dots);
     }
@@ -295,14 +219,14 @@ template <WeightFormat F, int R, int T, int Part>
         each_constant<kTogether>([&](auto index) __attribute__((always_inline)) {
             constexpr int j = Part * kQuads + chunk * kTogether + index;
             U16 weights[T];
-            OCTAVO_UNROLL for (int t = 0; t < T; ++t) weights[t] = quad<F, j>(planes + t * 64);
+            OCTAVO_UNROLL for (int t = 0; t < T; ++t) weights[t] = section.template quad<j>(first + t);
             OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
                 const U16 broadcast = U16::set1(x[j * R + r]);
                 OCTAVO_UNROLL for (int t = 0; t < T; ++t)
                     if constexpr (kTogether > 1)
                         words[r][t] = dot_words(words[r][t], weights[t], broadcast);
                     else
-                        dots[r][t] = dot_quad<F>(dots[r][t], weights[t], broadcast);
+                        dots[r][t] = dot_quad<layout.quant_bits()>(dots[r][t], weights[t], broadcast);
             }
         });
         if constexpr (kTogether > 1)
@@ -312,25 +236,23 @@ template <WeightFormat F, int R, int T, int Part>
 }
 
 // Adds the products of R rows with T halves of a section, from `first` on, to totals[row][half].
-template <WeightFormat F, int R, int T, int Part>
-[[gnu::always_inline]] inline void add_part(const uint16_t* header, const uint8_t* factors, const uint8_t* planes,
-                                            int first, const uint32_t* x, const float* steps, const uint32_t* sums,
-                                            F16 (&totals)[R][2]) {
-    constexpr QuantLayout layout = quant_layout(F);
+template <class Section, int R, int T, int Part>
+[[gnu::always_inline]] inline void add_part(const Section& section, int first, const uint32_t* x, const float* steps,
+                                            const uint32_t* sums, F16 (&totals)[R][2]) {
     U16 dots[R][T];
-    dot_part<F, R, T, Part>(planes + first * 64, x, sums, dots);
+    dot_part<Section, R, T, Part>(section, first, x, sums, dots);
     F16 scale[T], minimum[T];
     OCTAVO_UNROLL for (int t = 0; t < T; ++t) {
-        scale[t] = section_scale<F>(header + (first + t) * 16, factors, first + t, Part);
-        if constexpr (layout.has_minimums())
-            minimum[t] = section_minimum<F>(header + (first + t) * 16, factors, first + t, Part);
+        scale[t] = section.scale(first + t, Part);
+        if constexpr (Section::kLayout.has_minimums()) minimum[t] = section.minimum(first + t, Part);
     }
     OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
         const F16 step = F16::set1(steps[r]);
         OCTAVO_UNROLL for (int t = 0; t < T; ++t) {
             F16& total = totals[r][first + t];
             total = fma(F16::from_int(dots[r][t]), scale[t] * step, total);
-            if constexpr (layout.has_minimums()) total = fma(minimum[t], as_float(U16::set1(sums[r])), total);
+            if constexpr (Section::kLayout.has_minimums())
+                total = fma(minimum[t], as_float(U16::set1(sums[r])), total);
             if constexpr (kSumsWords) keep_in_memory(total);
         }
     }
@@ -338,39 +260,38 @@ template <WeightFormat F, int R, int T, int Part>
 
 // 32 outputs of R rows. Where there are too few registers for the sums of both halves of a panel, a section's halves
 // follow each other, so that its lines are read once.
-template <WeightFormat F, int R>
+template <class Section, int R>
 [[gnu::noinline]] void quant_panel(const ProductTask& task, const char* weight, int64_t index, int64_t row,
                                    PanelPrefetch prefetch) {
-    constexpr QuantLayout layout = quant_layout(F);
+    constexpr QuantLayout layout = Section::kLayout;
     constexpr int kParts = layout.scales_per_section(), kTogether = R <= kQuantRowsOfBothHalves ? 2 : 1;
-    constexpr int kLines = layout.section_bytes() / 64;
+    constexpr bool kWaits = Section::kFromMemory && R <= kQuantRowsThatWait;
     prefetch_outputs<R>(task.out, row, index);
-    const auto* panel = reinterpret_cast<const uint8_t*>(weight);
+    const QuantPanel panel{reinterpret_cast<const uint8_t*>(weight), task.decoded};
     const QuantRows group = task.quants.at(row - task.first_row, task.units, kParts);
     const uint32_t *x = group.quants, *sums = group.sums;
     const float* steps = group.scales;
     F16 totals[R][2];
     OCTAVO_UNROLL for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = F16::zero();
-    for (int step = 0; step < task.units + group.remainders[0]; ++step, sums += kParts * R, x += 8 * R, steps += R) {
-        const int section = step < task.units ? step : group.remainders[1 + step - task.units];
-        const int in_block = section % layout.sections();
-        const uint8_t* header = panel + section / layout.sections() * layout.block_bytes();
-        const uint8_t* at = header + layout.header_bytes() + in_block * layout.section_bytes();
-        const uint8_t* factors = layout.factors_of(header, in_block, at);
-        if constexpr (R > kQuantRowsThatWait) {
-            prefetch.to_l1();
-        } else {
-            for (int line = 0; in_block == 0 && line < layout.header_bytes(); line += 64)
-                __builtin_prefetch(header + kQuantPrefetch + line, 0, 3);
-            OCTAVO_UNROLL for (int line = 0; line < kLines; ++line)
-                __builtin_prefetch(at + kQuantPrefetch + line * 64, 0, 3);
-        }
+    const auto add = [&](int index_in_panel) __attribute__((always_inline)) {
+        const Section section(panel, index_in_panel);
+        if constexpr (!kWaits) prefetch.to_l1();
 #pragma GCC unroll 1
         for (int first = 0; first < 2; first += kTogether)
             each_constant<kParts>([&](auto part) __attribute__((always_inline)) {
-                add_part<F, R, kTogether, part>(reinterpret_cast<const uint16_t*>(header), factors,
-                                                at + layout.planes_at(), first, x, steps, sums + part * R, totals);
+                add_part<Section, R, kTogether, part>(section, first, x, steps, sums + part * R, totals);
             });
+        if constexpr (kWaits) section.prefetch();  // behind the section's own loads, which would wait for them
+        x += 8 * R;
+        steps += R;
+        sums += kParts * R;
+    };
+    const int sections = task.units, remainders = group.remainders[0];
+    if constexpr (kWaits) {  // few rows notice what it takes to choose
+        for (int i = 0; i < sections; ++i) add(i);
+        for (int i = 0; i < remainders; ++i) add(group.remainders[1 + i]);
+    } else {
+        for (int i = 0; i < sections + remainders; ++i) add(i < sections ? i : group.remainders[1 + i - sections]);
     }
     store_sums(task.out, row, index, totals);
 }
@@ -378,10 +299,20 @@ template <WeightFormat F, int R>
 template <WeightFormat F>
 void quant_linear(const ProductTask& task, int64_t group_begin, int64_t group_end, int64_t panel_begin,
                   int64_t panel_end) {
-    constexpr QuantLayout layout = quant_layout(F);
-    each_panel<kQuantRows>(task, group_begin, group_end, panel_begin, panel_end,
-                           layout.panel_bytes(task.units), task.units,
-                           [&](auto count, auto... of) { quant_panel<F, count>(task, of...); });
+    const int64_t panel_bytes = quant_layout(F).panel_bytes(task.units);
+    if (!kDecodesOnce<F> || !task.decoded)
+        return each_panel<kQuantRows>(
+            task, group_begin, group_end, panel_begin, panel_end, panel_bytes, task.units,
+            [&](auto count, auto... of) { quant_panel<StoredSection<F>, count>(task, of...); });
+    if constexpr (kDecodesOnce<F>)
+        each_panel<kQuantRows, (kQuantRows + 1) / 2>(  // rows are split evenly
+            task, group_begin, group_end, panel_begin, panel_end, panel_bytes, task.units,
+            [&](auto count, const char* panel, int64_t index, int64_t row, PanelPrefetch prefetch) {
+                if (row == task.first_row)
+                    quant_panel<DecodingSection<F>, count>(task, panel, index, row, prefetch);
+                else
+                    quant_panel<DecodedSection<kDecodedLayout<F>>, count>(task, panel, index, row, prefetch);
+            });
 }
 
 }  // namespace octavo::OCTAVO_LEVEL

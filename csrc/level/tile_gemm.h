@@ -29,7 +29,7 @@
 namespace octavo::OCTAVO_LEVEL {
 
 constexpr int kTileUnits = 16;
-constexpr int kTilePrefetch = 4096;  // bytes, see kGemmPrefetch
+constexpr int kTilePrefetch = 4096;  // bytes, see kWeightPrefetch
 // Measured on Sapphire Rapids with whole steps of a model; with fewer rows, dequantising a panel costs more than tiles
 // save.
 constexpr int64_t kGemmQuantRows = 32;
@@ -179,7 +179,7 @@ class DecompressedPanels {
         U16 low, high;
         for (int unit = begin_unit; unit < end_unit; unit += 2, from += kCompressedPairBytes) {
             for (int line = 0; line < kCompressedPairBytes; line += 64)
-                __builtin_prefetch(from + kGemmPrefetch + line, 0, 3);
+                __builtin_prefetch(from + kWeightPrefetch + line, 0, 3);
             for (int half = 0; half < 2; ++half) {
                 if (unit + half >= task_.units)
                     low = high = U16::zero();

@@ -8,11 +8,11 @@
 
 namespace octavo::OCTAVO_LEVEL {
 
-// Calls f with `n`, which is 1 to Max, as a std::integral_constant.
-template <int Max, class F> [[gnu::always_inline]] inline void with_constant(int n, const F& f) {
-    static_assert(Max >= 1);
-    if constexpr (Max > 1)
-        if (n < Max) return with_constant<Max - 1>(n, f);
+// Calls f with `n`, which is Min to Max, as a std::integral_constant.
+template <int Max, int Min = 1, class F> [[gnu::always_inline]] inline void with_constant(int n, const F& f) {
+    static_assert(Max >= Min);
+    if constexpr (Max > Min)
+        if (n < Max) return with_constant<Max - 1, Min>(n, f);
     f(std::integral_constant<int, Max>{});
 }
 

@@ -248,5 +248,6 @@ constexpr int kQuantRows = 2, kQuantRowsOfBothHalves = 2;
 #else
 constexpr int kQuantRows = 4, kQuantRowsOfBothHalves = 2;  // sums of words stay in registers, the others do not
 #endif
+constexpr DecodedFormats kDecodedFormats = DecodedFormats::all;
 
 }  // namespace octavo::OCTAVO_LEVEL

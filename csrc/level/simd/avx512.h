@@ -229,5 +229,6 @@ constexpr int kVectorsPerPass = 4;  // register blocking: rows x vectors accumul
 constexpr int kMaxRows = 6;
 constexpr int kGemmRows = 12, kGemmRowsOfBothHalves = 12;  // times two vectors of outputs
 constexpr int kQuantRows = 8, kQuantRowsOfBothHalves = 8;  // a block's sums stay in registers, the totals do not
+constexpr DecodedFormats kDecodedFormats = DecodedFormats::costly;
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -56,6 +56,9 @@ constexpr float kExp2CoarsePoly[] = {1.0f, 0.6932828426f, 0.2422086746f, 0.05500
 // How far ahead of their use weights are prefetched, in bytes, by products of a few rows: these wait for their weights,
 // and the hardware does not prefetch that far. With more rows, the groups that read a panel prefetch the next one.
 constexpr int kGemmRowsThatWait = 4, kQuantRowsThatWait = 4;
-constexpr int kGemmPrefetch = 4096, kQuantPrefetch = 8192;
+constexpr int kWeightPrefetch = 4096;
+
+// Formats whose panels a level decodes once for all groups of rows: where that was faster. See quant_panels.h.
+enum class DecodedFormats { none, costly, all };
 
 }  // namespace octavo::OCTAVO_LEVEL

@@ -285,5 +285,6 @@ constexpr int kGemmRows = 4, kQuantRows = 4;  // sums of eight, even of half a p
 constexpr int kGemmRows = 2, kQuantRows = 2;  // times two vectors of outputs
 #endif
 constexpr int kGemmRowsOfBothHalves = 3, kQuantRowsOfBothHalves = 1;
+constexpr DecodedFormats kDecodedFormats = DecodedFormats::none;  // not measured
 
 }  // namespace octavo::OCTAVO_LEVEL

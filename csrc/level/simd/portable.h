@@ -198,5 +198,6 @@ constexpr int kMostRows = 2;  // more would take longer to compile than this lev
 constexpr int kMaxRows = kMostRows;
 constexpr int kGemmRows = kMostRows, kGemmRowsOfBothHalves = kMostRows;  // times two vectors of outputs
 constexpr int kQuantRows = kMostRows, kQuantRowsOfBothHalves = 1;
+constexpr DecodedFormats kDecodedFormats = DecodedFormats::none;
 
 }  // namespace octavo::OCTAVO_LEVEL
