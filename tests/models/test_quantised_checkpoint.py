@@ -236,6 +236,13 @@ def test_parts_that_do_not_fit_together_are_corrupt(tmp_path: Path) -> None:
     source = resolve_model(str(tmp_path))
     with pytest.raises(CorruptModelError, match=r"layers.1.mlp.down_proj.weight: its quantised parts do not fit"):
         open_weights(source, load_model_config(source)).get("model.layers.1.mlp.down_proj.weight", torch.float32)
+    write(tmp_path, "fp8")
+    stated = json.loads((tmp_path / "config.json").read_text())
+    for block in ([16, []], [16, 0], 16):
+        stated["quantization_config"]["weight_block_size"] = block
+        (tmp_path / "config.json").write_text(json.dumps(stated))
+        with pytest.raises(CorruptModelError, match=r"down_proj.weight: its quantised parts do not fit"):
+            open_weights(source, load_model_config(source)).raw("model.layers.1.mlp.down_proj.weight")
 
 
 @pytest.mark.slow

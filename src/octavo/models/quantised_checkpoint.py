@@ -37,6 +37,8 @@ from octavo.models.weights import RawTensor
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType as GGMLType
 
+# Raised where shapes do not match, or sizes in the configuration are no numbers.
+_UNFIT = (RuntimeError, IndexError, ValueError, TypeError, AttributeError, ZeroDivisionError)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs is in each four bits
 
 
@@ -86,7 +88,7 @@ class QuantisedCheckpoint:
                 return torch.from_numpy(gguf.dequantize(mxfp4.rows, mxfp4.type))
             numbers, zeros, scales = self._parts(name)
             return (numbers - zeros) * scales
-        except (RuntimeError, IndexError, ValueError) as error:
+        except _UNFIT as error:
             raise CorruptModelError(f"{name}: its quantised parts do not fit together: {error}") from error
 
     def raw(self, name: str) -> RawTensor | None:
@@ -102,7 +104,7 @@ class QuantisedCheckpoint:
             if numbers.shape[1] % 32:
                 return None
             kind, blocks = _in_blocks(numbers, zeros, scales)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except _UNFIT as error:
             raise CorruptModelError(f"{name}: its quantised parts do not fit together: {error}") from error
         rows = blocks.reshape(len(numbers), -1)
         return RawTensor(rows, kind, tuple(numbers.shape), origin=str(self._config.get("quant_method")))
