@@ -14,7 +14,7 @@ constexpr int kSplit = 512;       // tokens per state; states are merged in a bi
 constexpr int kTreeStates = 24;   // most states waiting to be merged, for 2^31 tokens
 constexpr int kMaxTaskRows = 48;  // query rows (tokens x heads) that share one pass over the KV
 constexpr int kMaxPromptRows = 384;  // the same for coded keys and values that are decoded once for all rows
-constexpr int kMaxHeadDim = 576;  // DeepSeek's latents, with the rotated part of keys
+constexpr int kMaxHeadDim = 576;  // latents of 512, with the rotated part of keys
 constexpr int kRowState = 32;  // floats after a row's weighted values: the sum of weights in 16 lanes, and the maximum
 
 // Which tokens a query reads in which form, if the first blocks and the most recent ones have copies in more bits

@@ -1,7 +1,7 @@
 // A whole step of a decoder in one call: a program over registers, which models/program.py has written.
 //
 //     ids -> embedding -> residual
-//     each layer of Llama's:   residual -> norm -> multiply | q | k | v | -> attend: rotate, store in blocks, attention
+//     each layer, usually:     residual -> norm -> multiply | q | k | v | -> attend: rotate, store in blocks, attention
 //                                       -> multiply -> norm of residual + hidden -> multiply, through the activation
 //                                       -> multiply
 //     last:                    after the attention, only the rows that become logits continue; norm -> head -> logits

@@ -20,7 +20,7 @@ template <Storage S> inline void normalise_head(char* head, const NormWeights& n
     }
 }
 
-// The half rotation of Hugging Face's Llama: (a, b) -> (a cos - b sin, b cos + a sin), a and b rotary_dim / 2 apart.
+// Hugging Face's half rotation: (a, b) -> (a cos - b sin, b cos + a sin), a and b rotary_dim / 2 apart.
 template <class T> inline void rotate(T* head, const float* cos, const float* sin, int rotary_dim) {
     const int half = rotary_dim / 2;
     for (int i = 0; i < half; i += 16) {

@@ -184,7 +184,7 @@ class DrawnSide {
 
 bool g_exact = false;
 
-// Sequences over shuffled blocks of 16: 9 query heads of 64 over 3 KV heads, as SmolLM2-135M has.
+// Sequences over shuffled blocks of 16: 9 query heads of 64 over 3 KV heads.
 void attention() {
     constexpr int kHeads = 9, kKvHeads = 3, kDim = 64, kBlock = 16;
     std::printf("%-20s %-10s %10s %10s %8s %10s\n", "attention", "cache", "us", "best", "GB/s", "GFLOP/s");

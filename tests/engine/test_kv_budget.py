@@ -377,6 +377,9 @@ def test_budgets_that_make_no_sense_are_refused_with_the_numbers(tmp_path: Path)
     sparse = {"mode": "sparse_read", "tokens": 64}
     with tiny_core() as core, pytest.raises(RequestError, match="start the server with --kv-budget"):
         core.inputs.make([5], params(64, "sparse_read"))
+    write_hf_model(tmp_path, "DeepseekV3", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN)
+    with tiny_core(model=str(tmp_path)) as core, pytest.raises(RequestError, match="the cache holds latents"):
+        core.inputs.make([5], params(64))
     with tiny_core(**of_mode("entropy")) as core:
         request = core.inputs.make([5], params(64, "entropy"))
         assert request.params.kv_budget == KVBudget(mode="sparse_read", tokens=64, layers=tuple(ENTROPIES["entropy"]))

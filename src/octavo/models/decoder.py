@@ -81,6 +81,8 @@ class Decoder(CausalLM):
             LayerKVSpec(config.num_kv_heads, config.head_dim, config.value_dim, window, latent=latent)
             for window in config.layer_windows
         )
+        if latent:
+            self.budget_refusal = "the cache holds latents, with which budgets have not been compared"
         self._ops = ops or _fastest_ops(self.device)
         self._heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
         self._scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
