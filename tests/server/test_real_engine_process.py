@@ -249,8 +249,8 @@ def unknown_architecture(folder: Path) -> Path:
 
 
 def unknown_type(folder: Path) -> Path:
-    path = folder / "tq2.gguf"
-    write_gguf(path, make_model("Llama", hidden_size=256, intermediate_size=256), quantization="TQ2_0")
+    path = folder / "nvfp4.gguf"
+    write_gguf(path, make_model("Llama", hidden_size=256, intermediate_size=256), quantization="NVFP4")
     return path
 
 
@@ -288,7 +288,7 @@ def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_one(tmp_path: P
         (no_model_at_all, "has neither a config.json nor a GGUF file"),
         (cut_short, "truncated or corrupt"),
         (not_gguf, "GGUF"),
-        (unknown_type, "is stored as TQ2_0; supported: F32"),
+        (unknown_type, "is stored as NVFP4; supported: F32"),
         (broken_config, "config.json"),
         (weights_cut_short, "truncated or corrupt"),
     ],
