@@ -137,6 +137,23 @@ inline U16 dot_bytes(U16 acc, U16 a, U16 b) {
 #endif
 }
 
+#ifndef OCTAVO_HAS_VNNI
+// Sums of products in the two 16-bit halves of each lane, for a few products of small numbers: see quant.h.
+#define OCTAVO_SUMS_WORDS
+inline void keep_in_memory(F16& total) { asm volatile("" : "+m"(total.v) : : "memory"); }
+inline U16 dot_words(U16 words, U16 a, U16 b) {
+    return {_mm512_add_epi16(words.v, _mm512_maddubs_epi16(a.v, b.v))};
+}
+inline U16 add_words(U16 acc, U16 words) {
+    return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(words.v, _mm512_set1_epi16(1)))};
+}
+// acc + sum over four bytes of a (signed) * b (signed, not -128).
+inline U16 dot_signed(U16 acc, U16 a, U16 b) {
+    const __m512i signed_b = _mm512_mask_sub_epi8(b.v, _mm512_movepi8_mask(a.v), _mm512_setzero_si512(), b.v);
+    return dot_small(acc, {_mm512_abs_epi8(a.v)}, {signed_b});
+}
+#endif
+
 // Rounds to the nearest integers, which are in [-128, 127]; NaN becomes zero.
 inline void round_to_int8(F16 x, int8_t* p) {
     const __m512i whole = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(x.v, x.v, _CMP_ORD_Q), x.v);
@@ -228,7 +245,11 @@ template <int K> inline void decompress_unit(const char* from, const ExponentTab
 constexpr int kVectorsPerPass = 4;  // register blocking: rows x vectors accumulators
 constexpr int kMaxRows = 6;
 constexpr int kGemmRows = 12, kGemmRowsOfBothHalves = 12;  // times two vectors of outputs
+#ifdef OCTAVO_HAS_VNNI
 constexpr int kQuantRows = 8, kQuantRowsOfBothHalves = 8;  // a block's sums stay in registers, the totals do not
+#else
+constexpr int kQuantRows = 8, kQuantRowsOfBothHalves = 4;  // neither do sums of words for both halves
+#endif
 constexpr DecodedFormats kDecodedFormats = DecodedFormats::costly;
 
 }  // namespace octavo::OCTAVO_LEVEL
