@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from octavo.commands.interrupt import remembered_interrupt
+from octavo.commands.interrupt import Interrupt, remembered_interrupt
 
 
 class Unlucky:
@@ -32,3 +32,16 @@ def test_elsewhere_it_comes_at_once() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert interrupt.came
+
+
+def test_it_waits_until_an_import_has_ended() -> None:
+    ended = []
+
+    def load(interrupt: Interrupt) -> None:
+        with interrupt.held():
+            signal.raise_signal(signal.SIGINT)
+            ended.append(True)
+
+    with remembered_interrupt() as interrupt, pytest.raises(KeyboardInterrupt):
+        load(interrupt)
+    assert ended

@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
     # Otherwise every conversation would begin with the same answer.
     options = {"seed": None, **given_options(args, EngineConfig)}
     with remembered_interrupt() as interrupt:
-        from octavo import LLM
+        with interrupt.held():
+            from octavo import LLM
 
-        interrupt.check()
         llm = LLM(**options)
     with llm, Terminal(None if args.no_history else history_file(), COMMANDS) as terminal:
         interrupt.check()

@@ -10,19 +10,30 @@ from types import FrameType
 
 
 class Interrupt:
-    """A flag that records whether Ctrl-C has been pressed."""
+    """Whether Ctrl-C has been pressed, and whether it has to wait."""
 
     came = False
+    is_held = False
 
     def check(self) -> None:
         """Raise `KeyboardInterrupt` if Ctrl-C has been pressed."""
         if self.came:
             raise KeyboardInterrupt
 
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """Let Ctrl-C wait until the end of what would crash if an exception were raised within, as importing torch."""
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
+        self.check()
+
 
 @contextmanager
 def remembered_interrupt() -> Generator[Interrupt]:
-    """Remember Ctrl-C, in addition to raising `KeyboardInterrupt`.
+    """Remember Ctrl-C, in addition to raising `KeyboardInterrupt` unless it is held.
 
     An exception that is raised within a finaliser or a callback of a weak reference is lost, and importing a module
     runs such a callback. So callers must `check` again after importing or loading.
@@ -34,7 +45,8 @@ def remembered_interrupt() -> Generator[Interrupt]:
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         interrupt.came = True
-        raise KeyboardInterrupt
+        if not interrupt.is_held:
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:

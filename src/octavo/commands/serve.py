@@ -82,7 +82,7 @@ def _serve(config: EngineConfig, server_config: ServerConfig, interrupt: Interru
         # Torch is only imported once the server holds its port and its files are there: it takes a second.
         check_files(config)
         tokenizer = None
-        with collection_paused():
+        with collection_paused(), interrupt.held():
             if load_model_config(model_of(config)).runs_natively:
                 from octavo.server.bodies.reader_pool import start_ahead
                 from octavo.text.tokenizer_loading import begin_loading
