@@ -26,8 +26,8 @@
 
 namespace octavo {
 
-// Matrices with the same inputs, whose outputs are concatenated; biases are in the model's storage. A gated product has
-// one, of 16 gates and 16 ups alternating.
+// Matrices with the same inputs, whose outputs are concatenated; biases are in the storage of the outputs. A gated
+// product has one, of 16 gates and 16 ups alternating.
 struct Linear {
     std::vector<BiasedWeight> parts;
     int64_t outputs() const {
@@ -113,7 +113,7 @@ struct LayerCache {
 };
 
 struct DecoderShape {
-    Storage storage;  // of activations but the residual, of biases and the cache
+    Storage storage;  // of activations but the residual, and of the cache
     int64_t hidden, vocab;
     int num_heads, kv_heads, key_dim, value_dim;
     float attention_scale, attention_softcap, logits_scale, logits_softcap;  // softcaps 0: none

@@ -243,7 +243,7 @@ void DecoderProgram::set_ends(nb::object embedding_rows, const LinearArguments& 
         check_dense(rows, "embedding", dtype(), {own_vocab(head), s.hidden});
         decoder_.embedding_rows = rows.base;
     }
-    decoder_.head = product(head, "head");
+    decoder_.head = product(head, "head", DType::f32);
     check_size(decoder_.head, "head", own_vocab(head));
     complete_ = true;
 }
@@ -253,12 +253,6 @@ Tensor DecoderProgram::tensor(const nb::object& object, const char* name) {
     require(borrow_tensor(object.ptr(), &view), std::string(name) + " must be a dense CPU tensor");
     kept_.push_back(object);
     return view;
-}
-
-const char* DecoderProgram::vector(const nb::object& object, const char* name, int64_t width) {
-    const Tensor view = tensor(object, name);
-    check_dense(view, name, dtype(), {width});
-    return view.base;
 }
 
 const float* DecoderProgram::floats(const nb::object& object, const char* name, int64_t count) {
@@ -271,7 +265,9 @@ NormWeights DecoderProgram::norm_of(const NormArguments& arguments, const char* 
     return norm_weights(tensor(weight, name), added, eps, centred, name, dtype(), width);
 }
 
-Linear DecoderProgram::product(const LinearArguments& parts, const char* name) {
+Linear DecoderProgram::product(const LinearArguments& parts, const char* name) { return product(parts, name, dtype()); }
+
+Linear DecoderProgram::product(const LinearArguments& parts, const char* name, DType biases) {
     require(!parts.empty(), std::string(name) + " has no matrix");
     const int64_t inputs = std::get<3>(parts[0]);
     Linear linear;
@@ -281,7 +277,11 @@ Linear DecoderProgram::product(const LinearArguments& parts, const char* name) {
                                            std::to_string(part_inputs));
         require(is_quantised(weight.format) || (float_storage(weight.format) == kBf16) == (dtype() == DType::bf16),
                 std::string(name) + " must have the decoder's dtype, got " + format);
-        linear.parts.push_back({weight, bias.is_none() ? nullptr : vector(bias, name, part_outputs)});
+        linear.parts.push_back({weight, nullptr});
+        if (bias.is_none()) continue;
+        const Tensor added = tensor(bias, name);
+        check_dense(added, name, biases, {part_outputs});
+        linear.parts.back().bias = added.base;
     }
     return linear;
 }

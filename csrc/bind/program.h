@@ -104,10 +104,10 @@ class DecoderProgram {
   private:
     // Keeps the object, and hence its memory, alive as long as the decoder.
     Tensor tensor(const nanobind::object& object, const char* name);
-    const char* vector(const nanobind::object& object, const char* name, int64_t width);
     const float* floats(const nanobind::object& object, const char* name, int64_t count);
     NormWeights norm_of(const NormArguments& arguments, const char* name, int64_t width);
     Linear product(const LinearArguments& parts, const char* name);
+    Linear product(const LinearArguments& parts, const char* name, DType biases);
     // How much of the vocabulary the head covers: all of it, or a rank's share.
     int64_t own_vocab(const LinearArguments& head) const;
     std::optional<Columns> columns_of(const ColumnArguments& columns, int64_t width) const;

@@ -86,6 +86,7 @@ FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"sliding_window": 9}),
     "gpt-neox": ("GPTNeoX", {"num_key_value_heads": 4}),
     "gpt-neox, one after the other": ("GPTNeoX", {"num_key_value_heads": 4, "use_parallel_residual": False}),
+    "phi, whose head has a bias": ("Phi", {"num_key_value_heads": 4}),
     "gemma3, linear rope": ("Gemma3", {"head_dim": 16, "sliding_window": 7, "rope_parameters": GEMMA3_ROPE}),
 }
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -85,7 +86,8 @@ def make_model(family: str, **overrides: Any) -> Any:
         overrides: fields of the family's configuration class.
     """
     config_class = getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))
-    config = config_class(**{"pad_token_id": None, **_SIZES, **overrides})
+    # Some configurations change the dictionaries that they are given.
+    config = config_class(**deepcopy({"pad_token_id": None, **_SIZES, **overrides}))
     torch.manual_seed(0)
     return _randomised(getattr(transformers, f"{family}ForCausalLM")(config).eval())
 

@@ -299,7 +299,7 @@ class NativeDecoder(Decoder):
                     ungathered = target if columns else ""
                 case KeepRows(place):
                     native.keep_rows(place)
-        head = native_parts(self._head)
+        head = native_parts(self._head, torch.float32)  # logits are float32, and so are the biases added to them
         if isinstance(self._embedding, PackedWeight):
             native.set_ends(None, [native_part(self._embedding, None)], head)
         else:

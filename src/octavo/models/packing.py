@@ -78,9 +78,13 @@ def native_part(weight: PackedWeight, bias: torch.Tensor | None) -> NativePart:
     return weight.format, weight.packed, weight.outputs, weight.inputs, bias
 
 
-def native_parts(linear: Linear) -> list[NativePart]:
-    """Return the weights of a layer that `PackingReader` made."""
-    return [native_part(part.weight, part.bias) for part in cast(SideBySide, linear).parts]
+def native_parts(linear: Linear, biases: torch.dtype | None = None) -> list[NativePart]:
+    """Return the weights of a layer that `PackingReader` made, with the biases in their own dtype or another."""
+    parts = cast(SideBySide, linear).parts
+    return [
+        native_part(each.weight, None if each.bias is None else each.bias.to(biases or each.bias.dtype))
+        for each in parts
+    ]
 
 
 def columns_of(linear: Linear) -> list[int] | None:
