@@ -407,7 +407,10 @@ def wrong_counts(stats: EngineStats, outputs: list[RequestOutput], asked: list[A
 
 def write_model(folder: Path, family: str) -> None:
     """Write a model with scales for an fp8 cache, and a table of codecs."""
-    model = write_hf_model(folder, family, tokenizer=True, **FAMILIES[family][0], hidden_size=128)
+    sizes = FAMILIES[family][0] | {"hidden_size": 128}
+    if family == "Helium":  # its output projection is square in transformers
+        sizes["head_dim"] = 32
+    model = write_hf_model(folder, family, tokenizer=True, **sizes)
     (folder / TABLE).write_text(_TABLE)
     source, config = resolve_model(str(folder)), model.config
     if "kv_lora_rank" not in FAMILIES[family][0]:  # latents have no heads
