@@ -113,6 +113,7 @@ def _gguf_names(hub_id: str, revision: str | None, token: str | None) -> list[st
     """Return the names of a repository's GGUF files; without network of those in the cache."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx or httpx2
+    from huggingface_hub.file_download import repo_folder_name
 
     try:
         # list_repo_files() repeats a failed request for 20 seconds.
@@ -120,7 +121,7 @@ def _gguf_names(hub_id: str, revision: str | None, token: str | None) -> list[st
         names = [file.rfilename for file in about.siblings or ()]
     except (OSError, ValueError, HTTPError) as error:
         # snapshot_download() would miss the files of the repository that were never asked for.
-        cached = Path(constants.HF_HUB_CACHE) / f"models--{hub_id.replace('/', '--')}"
+        cached = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=hub_id, repo_type="model")
         ref = cached / "refs" / (revision or "main")
         folder = cached / "snapshots" / (ref.read_text().strip() if ref.is_file() else str(revision))
         names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]

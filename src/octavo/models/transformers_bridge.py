@@ -70,14 +70,13 @@ class TransformersModel(CausalLM):
         self.max_position_embeddings = text_config.max_position_embeddings
         _fix_frequencies(model, max_len or self.max_position_embeddings)
         self.eos_token_ids = _eos_token_ids(model.generation_config, text_config)
-        probe = probe_layers(model, self.max_position_embeddings)
         if self._packed:
             try:
                 self._fused = fuse_modules(model, self.max_position_embeddings, format)
             except Exception as error:  # the model's own code, for inputs that it may not expect
                 logger.warning("%s: some modules run slower than they could: %r", self.architecture, error)
             pack_modules(model, format)
-            probe = probe_layers(model, self.max_position_embeddings)
+        probe = probe_layers(model, self.max_position_embeddings)
         self.kv_layers = tuple(probe.layers)
         self._layer_of = probe.layer_of
         # Tied tensors count once.
